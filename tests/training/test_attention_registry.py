@@ -206,7 +206,7 @@ def everything(_name: Attention, _device_type: str) -> None:
 
 
 def no_triton(name: Attention, _device_type: str) -> str | None:
-    return "needs Triton" if ATTENTIONS[name].triton else None
+    return "needs Triton" if ATTENTIONS[name].compiler == "triton" else None
 
 
 @pytest.mark.parametrize(

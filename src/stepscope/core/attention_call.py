@@ -297,7 +297,7 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
         if self.environment.device_type != "cpu":
             return ()
         timed: dict[Attention, None] = {row.cell.implementation: None for row in self.timings if row.forward}
-        return tuple(name for name in timed if ATTENTIONS[name].triton)
+        return tuple(name for name in timed if ATTENTIONS[name].compiler == "triton")
 
 
 def encode_timings(timings: AttentionTimings) -> bytes:

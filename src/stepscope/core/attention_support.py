@@ -23,7 +23,7 @@ from stepscope.core.workloads import TextbookWorkload, Workload
 
 def fault_here(name: Attention, device_type: str) -> str | None:
     """What this machine lacks for the implementation, to follow its name; None where it has all."""
-    return triton_fault(device_type) if ATTENTIONS[name].triton else None
+    return triton_fault(device_type) if ATTENTIONS[name].compiler == "triton" else None
 
 
 def triton_fault(device_type: str) -> str | None:

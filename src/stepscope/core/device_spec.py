@@ -19,12 +19,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def peak_for(self, dtype: Dtype) -> float | None:
         """Peak FLOP/s of the matrix products that run under `dtype`."""
-        return self.peak_flops_per_s.get(product_dtype(dtype))
-
-
-def product_dtype(dtype: Dtype) -> Dtype:
-    """The dtype in which the step's matrix products run."""
-    return PRECISIONS[dtype].multiplies
+        return self.peak_flops_per_s.get(PRECISIONS[dtype].multiplies)
 
 
 def _device(name: str, gb: int, tb_per_s: float, source: str, /, **teraflops: float) -> tuple[str, DeviceSpec]:
@@ -172,7 +167,7 @@ def overridden_spec(device_name: str, dtype: Dtype, peak_flops_per_s: float) -> 
     return msgspec.structs.replace(
         known,
         name=device_name,
-        peak_flops_per_s={**known.peak_flops_per_s, product_dtype(dtype): peak_flops_per_s},
+        peak_flops_per_s={**known.peak_flops_per_s, PRECISIONS[dtype].multiplies: peak_flops_per_s},
         source="stated by --peak-flops",
     )
 
@@ -198,7 +193,7 @@ class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
     copy: Ceiling | None = None
 
     def matmul_for(self, dtype: Dtype) -> Ceiling | None:
-        return self.matmul.get(product_dtype(dtype))
+        return self.matmul.get(PRECISIONS[dtype].multiplies)
 
 
 class DeviceReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -142,15 +142,10 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     chooses_among: tuple[Attention, ...] = ()
     """The attentions that PyTorch may run in its place."""
 
-    @property
-    def triton(self) -> bool:
-        """Whether it is written in Triton."""
-        return self.compiler == "triton"
-
     def fault(self, call: AttentionCall) -> str | None:
         """The reason why it cannot run this call, in words that follow its name; None if it can."""
         device, head_dim, largest = call.device_type, call.head_dim, self.max_head_dim
-        limited = device != "cpu" or self.triton
+        limited = device != "cpu" or self.compiler == "triton"
         dtypes = self.cpu_dtypes if device == "cpu" else self.cuda_dtypes
         lengths = ((call.queries, "queries"), (call.keys, "keys"))
         faults = (
@@ -472,11 +467,6 @@ PARTS: dict[Part, dict[Kernels, PartRecord]] = {
 """Of each part, its implementations by name."""
 
 
-def kernels_of(part: Part) -> tuple[Kernels, ...]:
-    """The names that a workload may give for a part."""
-    return tuple(PARTS[part])
-
-
 MODULE_PARTS: tuple[Part, ...] = tuple(part for part in PARTS if part not in NO_MODULES)
 """Parts that other kernels may compute in a model that is not ours."""
 
@@ -492,7 +482,7 @@ def named_kernels(kernels: object) -> dict[Part, Kernels]:
         strangers = [part for part in names if part not in PARTS]
         if strangers:
             raise InputError(f"kernels has the part {strangers[0]!r}: choose among {', '.join(PARTS)}")
-        return {part: choose(names[part], kernels_of(part), part) for part in PARTS if part in names}
+        return {part: choose(names[part], tuple(PARTS[part]), part) for part in PARTS if part in names}
     name = choose(str(kernels), KERNELS, "kernels")
     return {part: name for part, ways in PARTS.items() if name in ways}
 

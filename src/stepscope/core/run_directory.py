@@ -50,10 +50,6 @@ def is_search(folder: str) -> bool:
     return _SEARCH_FOLDER.fullmatch(folder) is not None
 
 
-class _SchemaProbe(msgspec.Struct):
-    schema_version: int
-
-
 _DECODER = msgspec.json.Decoder(Run)
 """Reads a run as it is written today; those stored earlier, and what is none, are looked at more closely."""
 
@@ -137,7 +133,8 @@ def load_run(path: Path) -> Run:
         if run.schema_version == SCHEMA_VERSION:
             return run
     try:
-        version = msgspec.json.decode(data, type=_SchemaProbe).schema_version
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        version = msgspec.json.decode(fields.get("schema_version", b"null"), type=int)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{file} is no run, or was cut short ({len(data)} bytes): {one_line(error)}") from error
     if version != SCHEMA_VERSION:
@@ -146,7 +143,6 @@ def load_run(path: Path) -> Run:
             f"{'upgrade stepscope' if version > SCHEMA_VERSION else 'measure it again'}"
         )
     try:
-        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         if "workload" in fields:
             fields["workload"] = msgspec.Raw(with_kind(bytes(fields["workload"])))
         return msgspec.json.decode(msgspec.json.encode(fields), type=Run)

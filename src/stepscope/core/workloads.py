@@ -35,7 +35,6 @@ from stepscope.core.parts import (
     Part,
     attention_names,
     is_kept,
-    kernels_of,
 )
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.strategies import (
@@ -138,68 +137,84 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 )
             clip = float(clip)
         msgspec.structs.force_setattr(self, "clip", clip)
-        self._check_parallel()
+        msgspec.structs.force_setattr(self, "parallel", spelled(self.parallel))
+        whole_number(self.ranks, "ranks", 1, LARGEST)
         self._check_together()
 
     def _check_together(self) -> None:
         """Raise InputError for choices that exclude each other."""
-        if self.graph == "step" and self.compile in ("reduce-overhead", "max-autotune"):
-            raise InputError(
+        masters, shared = PRECISIONS[self.dtype].masters > 0, self.parallel != NOT_PARALLEL
+        trains, replayed = self.phase == "train", self.graph == "step"
+        of_one_launch = trains and self.optimizer in OF_ONE_LAUNCH
+        bf16_state = trains and self.optimizer == "adamw-bf16-state"
+        captured = ", ".join(name for name, record in STRATEGIES.items() if record.captured)
+        other = "bf16" if self.dtype == "bf16-master" else self.dtype
+        faults = (
+            (
+                not shared and self.ranks > 1,
+                f"{self.ranks} ranks need a way to share the step: say --parallel, as in --parallel ddp",
+            ),
+            (
+                shared and self.phase == "forward",
+                f"--parallel {self.parallel} shares a training step: leave out --phase forward",
+            ),
+            (
+                computes_in_16_bits(self.parallel) and PRECISIONS[self.dtype].tensors != "bf16",
+                f"--parallel {self.parallel} computes in bf16: say --dtype bf16, or leave out compute=bf16",
+            ),
+            (
+                self.compile != "eager" and self.strategy.stages(self.ranks) > 1,
+                f"--parallel {self.parallel} runs its stages eagerly: leave out --compile {self.compile}",
+            ),
+            (
+                replayed and self.compile in ("reduce-overhead", "max-autotune"),
                 f"compile mode {self.compile} captures CUDA graphs of its own, which --graph step cannot hold: "
-                "choose default, blocks or max-autotune-no-cudagraphs"
-            )
-        if self.graph == "step" and self.optimizer == "adamw-bf16-state" and self.phase == "train":
-            raise InputError(
+                "choose default, blocks or max-autotune-no-cudagraphs",
+            ),
+            (
+                replayed and bf16_state,
                 "adamw-bf16-state counts its updates on the host, which --graph step does not replay: "
-                "choose adamw-one-launch"
-            )
-        masters = PRECISIONS[self.dtype].masters > 0
-        if masters and self.optimizer == "adamw-bf16-state" and self.phase == "train":
-            raise InputError(f"adamw-bf16-state keeps no master weights: with dtype {self.dtype} choose another AdamW")
-        if self.dtype == "bf16-pure" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
-            raise InputError(f"{self.optimizer} keeps master weights of what is bf16: with it choose dtype bf16-master")
-        if self.dtype == "fp16" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
-            raise InputError(f"{self.optimizer} takes no scaled gradients: choose dtype bf16 or bf16-master")
-        if self.graph == "step" and not self.strategy.captured:
-            may = ", ".join(name for name, record in STRATEGIES.items() if record.captured)
-            raise InputError(f"graph step holds no step that is shared by {self.parallel}: choose one of {may}")
-        shared = self.parallel != NOT_PARALLEL
-        if shared and masters and not (PRECISIONS[self.dtype].scaled and computes_in_16_bits(self.parallel)):
-            other = "bf16" if self.dtype == "bf16-master" else self.dtype
-            raise InputError(
+                "choose adamw-one-launch",
+            ),
+            (
+                masters and bf16_state,
+                f"adamw-bf16-state keeps no master weights: with dtype {self.dtype} choose another AdamW",
+            ),
+            (
+                self.dtype == "bf16-pure" and of_one_launch,
+                f"{self.optimizer} keeps master weights of what is bf16: with it choose dtype bf16-master",
+            ),
+            (
+                self.dtype == "fp16" and of_one_launch,
+                f"{self.optimizer} takes no scaled gradients: choose dtype bf16 or bf16-master",
+            ),
+            (
+                replayed and not self.strategy.captured,
+                f"graph step holds no step that is shared by {self.parallel}: choose one of {captured}",
+            ),
+            (
+                shared and masters and not (PRECISIONS[self.dtype].scaled and computes_in_16_bits(self.parallel)),
                 f"dtype {self.dtype} has bf16 weights beside masters, for a step that one process runs: say --dtype "
-                f"{other} --parallel fsdp2:compute=bf16, where the shards are the masters"
-            )
-        if shared and self.optimizer == "adamw-under-backward":
-            raise InputError(
-                "optimizer adamw-under-backward is for a step that one process runs: leave out "
-                "--parallel, or choose another"
-            )
-        plain = ("adamw-bf16-state", *OF_ONE_LAUNCH)  # they update plain tensors alone
-        if self.strategy.dtensors and self.optimizer in plain and self.phase == "train":
-            raise InputError(
+                f"{other} --parallel fsdp2:compute=bf16, where the shards are the masters",
+            ),
+            (
+                shared and self.optimizer == "adamw-under-backward",
+                "optimizer adamw-under-backward is for a step that one process runs: leave out --parallel, or choose "
+                "another",
+            ),
+            (
+                self.strategy.dtensors and (bf16_state or of_one_launch),  # they update plain tensors alone
                 f"optimizer {self.optimizer} does not update the DTensors of --parallel {self.parallel}: choose "
-                "--optimizer adamw-fused, or a lesson"
-            )
-        if self.clip is not None and ":offload=yes" in self.parallel and self.phase == "train":
-            raise InputError(
+                "--optimizer adamw-fused, or a lesson",
+            ),
+            (
+                self.clip is not None and ":offload=yes" in self.parallel and trains,
                 f"--parallel {self.parallel} keeps gradients in the host's memory, and ranks cannot add up their norm "
-                "there: leave out --clip, or offload=yes"
-            )
-
-    def _check_parallel(self) -> None:
-        msgspec.structs.force_setattr(self, "parallel", spelled(self.parallel))
-        whole_number(self.ranks, "ranks", 1, LARGEST)
-        if self.parallel == NOT_PARALLEL and self.ranks > 1:
-            raise InputError(f"{self.ranks} ranks need a way to share the step: say --parallel, as in --parallel ddp")
-        if self.parallel != NOT_PARALLEL and self.phase == "forward":
-            raise InputError(f"--parallel {self.parallel} shares a training step: leave out --phase forward")
-        if computes_in_16_bits(self.parallel) and PRECISIONS[self.dtype].tensors != "bf16":
-            raise InputError(
-                f"--parallel {self.parallel} computes in bf16: say --dtype bf16, or leave out compute=bf16"
-            )
-        if self.strategy.stages(self.ranks) > 1 and self.compile != "eager":
-            raise InputError(f"--parallel {self.parallel} runs its stages eagerly: leave out --compile {self.compile}")
+                "there: leave out --clip, or offload=yes",
+            ),
+        )
+        if fault := next((why for is_one, why in faults if is_one), None):
+            raise InputError(fault)
 
     @property
     def strategy(self) -> StrategyRecord:
@@ -280,9 +295,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
         if self.optimizer is not None or self.phase == "train":
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
         self._check_checkpointing()
-        self._check_accumulation()
-        self._check_sequence()
-        self._check_stages()
+        self._check_division()
         self.without_what_has_no_effect()
         if self.phase == "forward":
             msgspec.structs.force_setattr(self, "loss", REFERENCE)  # inference ends with the logits
@@ -386,7 +399,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
 
     def _check_parts(self) -> None:
         for part, name in self.parts.items():
-            choose(name, kernels_of(part), part)
+            choose(name, tuple(PARTS[part]), part)
             if name != REFERENCE and (self.strategy.splits != BATCH or self.strategy.near > 1):
                 raise InputError(
                     f"{part} {name} runs where a rank computes whole blocks of its own samples: leave out --parallel "
@@ -433,8 +446,9 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 "--graph none, or --checkpointing selective"
             )
 
-    def _check_accumulation(self) -> None:
-        parts = self.batch_parts
+    def _check_division(self) -> None:
+        """Refuse what cannot be divided among micro-batches, ranks, and the stages of a pipeline."""
+        parts, strategy = self.batch_parts, self.strategy
         if self.batch_size % parts:
             near = " or ".join(str(self.ranks // parts * each) for each in _nearest_divisors(self.batch_size, parts))
             raise InputError(
@@ -449,19 +463,15 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"batch_size {self.batch_size}{of_rank} cannot be split into {self.accumulation} equal micro-batches: "
                 f"choose accumulation {near}"
             )
-
-    def _check_sequence(self) -> None:
-        """Refuse what a strategy that splits each sequence cannot split."""
-        strategy, parts = self.strategy, self.ranks
         if strategy.attentions and self.attention not in strategy.attentions:
             raise InputError(
                 f"--parallel {self.parallel} does not spread attention {self.attention}: choose --attention "
                 f"{' or '.join(strategy.attentions)}"
             )
-        if strategy.splits == SEQUENCE and parts > 1 and self.seq_len % (2 * parts):
+        if strategy.splits == SEQUENCE and self.ranks > 1 and self.seq_len % (2 * self.ranks):
             raise InputError(
-                f"--parallel {self.parallel} gives each of {parts} ranks two equal chunks of a sequence, and seq_len "
-                f"{self.seq_len} cannot be divided by {2 * parts}: choose a multiple"
+                f"--parallel {self.parallel} gives each of {self.ranks} ranks two equal chunks of a sequence, and "
+                f"seq_len {self.seq_len} cannot be divided by {2 * self.ranks}: choose a multiple"
             )
         parts = 1 if not strategy.splits_stream else strategy.near if strategy.near > 1 else self.ranks
         if self.seq_len % parts:
@@ -469,10 +479,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"--parallel {self.parallel} splits the residual stream by sequence over {parts} ranks, and seq_len "
                 f"{self.seq_len} cannot be divided by {parts}: choose a multiple"
             )
-
-    def _check_stages(self) -> None:
-        """Refuse what cannot go through the stages of a pipeline."""
-        stages = self.strategy.stages(self.ranks)
+        stages = strategy.stages(self.ranks)
         if stages == 1:
             return
         if self.model.layers < stages:
@@ -485,7 +492,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"checkpointing {self.checkpointing} is for blocks that each rank has all of, and --parallel "
                 f"{self.parallel} gives them to stages: choose --checkpointing selective or attention"
             )
-        micro_batches = self.strategy.micro_batches(self.ranks, self.accumulation)
+        micro_batches = strategy.micro_batches(self.ranks, self.accumulation)
         if self.batch_size % micro_batches or micro_batches < self.ranks:
             raise InputError(
                 f"--parallel {self.parallel} over {self.ranks} ranks cannot cut batch_size {self.batch_size} into "
@@ -683,7 +690,7 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         if "optimizer" not in self.by_factory and self.phase == "train":
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
         for part, name in self.parts.items():
-            choose(name, kernels_of(part), part)
+            choose(name, tuple(PARTS[part]), part)
         self.without_what_has_no_effect()
 
     @property
@@ -806,11 +813,7 @@ Kind = Literal["textbook", "own", "watched"]
 def with_kind(workload: bytes) -> bytes:
     """The JSON of a workload with its kind. Workloads that were stored before there were several kinds do not have
     it."""
-    if msgspec.json.decode(workload, type=_Kinded).kind is not msgspec.UNSET:
+    if "kind" in msgspec.json.decode(workload, type=dict[str, msgspec.Raw]):
         return workload
     fields = workload.strip()[1:]
     return b'{"kind":"textbook"' + (b"" if fields.strip() == b"}" else b",") + fields
-
-
-class _Kinded(msgspec.Struct):
-    kind: str | msgspec.UnsetType = msgspec.UNSET

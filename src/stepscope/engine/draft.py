@@ -145,7 +145,7 @@ class Draft(RunDraft):
             begun_run(request, directory, "unfinished"), evidence=Evidence(process_start=request.process_start)
         )
         super().__init__(run, directory)
-        self.saves = self.ranks.is_first
+        self.saves = self.ranks.rank == 0
 
     @property
     def step(self) -> Step:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stepscope.core import interrupts
 from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, offload_of, selective_of
-from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
+from stepscope.core.device_spec import find_device_spec, overridden_spec
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.evidence import (
     Capture,
@@ -30,6 +30,7 @@ from stepscope.core.evidence import (
 from stepscope.core.formulas import Work
 from stepscope.core.formulas.transformer import known_work
 from stepscope.core.parts import AUTO
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RANK_FOLDER
@@ -97,8 +98,8 @@ def build(draft: Draft) -> None:
     draft.set(workload=found)
     if workload.attention == AUTO:
         draft.set_evidence(attention=by_sizes(workload, lambda sized: chosen_attention(sized, device.type)))
-    # A step of a user's module alone has any of these.
-    draft.set_evidence(parts=getattr(draft.built, "found", ()), unmet=unmet(workload))
+    if workload.factory:
+        draft.set_evidence(parts=getattr(draft.built, "found", ()), unmet=unmet(workload))
 
 
 def release(draft: Draft) -> None:
@@ -123,7 +124,7 @@ def find_ceilings(draft: Draft) -> None:
         return
     draft.begin("ceiling")
     request = draft.request
-    dtype = product_dtype(request.workload.dtype)
+    dtype = PRECISIONS[request.workload.dtype].multiplies
     with ranges.silenced():  # these steps are not the model's
         ceilings = ceilings_for(
             draft.device,

@@ -121,10 +121,10 @@ def directory_of(request: StepRequest, ranks: Ranks) -> Path:
     Raises InputError, the same on all ranks, where one cannot write there, or is asked for another step.
     """
     with _the_same_refusal(ranks):
-        directory = create_run_directory(Path(request.out), request.workload) if ranks.is_first else None
+        directory = create_run_directory(Path(request.out), request.workload) if ranks.rank == 0 else None
     asked = msgspec.json.encode((request.workload, request.settings, request.trace, request.memory))
     directory, wanted = ranks.told((directory, asked))
-    own = directory if ranks.is_first else directory / RANK_FOLDER.format(rank=ranks.rank)
+    own = directory if ranks.rank == 0 else directory / RANK_FOLDER.format(rank=ranks.rank)
     try:
         with _the_same_refusal(ranks):
             if asked != wanted:
@@ -134,7 +134,7 @@ def directory_of(request: StepRequest, ranks: Ranks) -> Path:
             except OSError as error:
                 raise InputError(f"rank {ranks.rank} cannot write to {own}: {error.strerror or error}") from error
     except InputError:
-        if ranks.is_first:
+        if ranks.rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
         raise
     return own

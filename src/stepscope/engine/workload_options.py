@@ -36,7 +36,6 @@ from stepscope.core.parts import (
     PARTS,
     attention_names,
     check_modules,
-    kernels_of,
     named_kernels,
     own_kernels,
 )
@@ -90,7 +89,7 @@ OPTIONS = (
            PARALLEL, "parallel", str, choices=(NOT_PARALLEL, *STRATEGIES), verbs=_SHARED),
     Option("Processes that share a step, a device each.", PARALLEL, "ranks", int, verbs=_SHARED),
     Option("", WORKLOAD, "attention", str, choices=attention_names()),
-    *(Option(f"How {what} is computed.", WORKLOAD, part, str, choices=kernels_of(part), verbs=_PARTS)
+    *(Option(f"How {what} is computed.", WORKLOAD, part, str, choices=tuple(PARTS[part]), verbs=_PARTS)
       for part, what in PART_WORDS.items()),
     Option("How norm, rope, mlp and loss are computed, where they are not said; of your own model norm, mlp and loss. "
            "quack has no mlp.", WORKLOAD, "kernels", str, choices=KERNELS, verbs=(*_PARTS, "study parallel")),
@@ -163,7 +162,8 @@ class OneWorkload:
     @property
     def user_workload(self) -> FactoryWorkload | None:
         """The workload of the user's module, where one is named."""
-        _one_value_each(self.options.get("arg", ()))
+        if arguments := self.options.get("arg"):
+            _one_value_each(arguments)
         options = {name: value if name == "arg" else (value,) for name, value in self.options.items()}
         return next(iter(_user_workloads(options)), None)
 

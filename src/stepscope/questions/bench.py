@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepscope.core import answer
-from stepscope.core.device_spec import product_dtype
-from stepscope.core.precisions import Dtype
+from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.processes import standing
 from stepscope.core.samples import Interval
 from stepscope.core.units import counted, format_bytes, format_seconds, format_share
@@ -236,7 +235,7 @@ def reached_rates(bench: Bench, dtype: Dtype) -> dict[str, float]:
     works = {work.inputs: work for work in bench.works}
     timed = [(works[row.inputs], row.seconds) for row in bench.timings if row.seconds and row.inputs in works]
     return {
-        product_dtype(dtype): max(((work.flops or 0) / seconds for work, seconds in timed), default=0.0),
+        PRECISIONS[dtype].multiplies: max(((work.flops or 0) / seconds for work, seconds in timed), default=0.0),
         "copy": max((work.moved_bytes / seconds for work, seconds in timed), default=0.0),
     }
 

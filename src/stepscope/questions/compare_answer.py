@@ -19,7 +19,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted, format_joules, format_milliseconds, format_share
 from stepscope.questions.compare import SideComparison, SidePair
-from stepscope.runs.metrics import compared_ranks, joules_per_step, memory_peak, model_flops, samples_of
+from stepscope.runs.metrics import compared_ranks, joules_per_step, model_flops, peak_bytes, samples_of
 from stepscope.runs.run_sets import disagreement
 
 if TYPE_CHECKING:
@@ -591,7 +591,7 @@ def comparison_as_json(compared: SideComparison, digests: DigestOf) -> Mapping[s
                 name: msgspec.to_builtins(pair.change(name))
                 for name in dict.fromkeys((*pair.before.parts, *pair.after.parts, STEP))
             },
-            "memory_bytes": [memory_peak(side.representative) for side in (pair.before, pair.after)],
+            "memory_bytes": [peak_bytes(side.representative) for side in (pair.before, pair.after)],
             "flops": [model_flops(side.representative) for side in (pair.before, pair.after)],
             "runs": [[run.id for run in side.runs] for side in (pair.before, pair.after)],
         })  # fmt: skip

@@ -8,7 +8,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.run import Run
 from stepscope.core.units import counted, format_bytes, format_rate, format_share, parse_bytes
 from stepscope.questions.compare import SideComparison, SidePair
-from stepscope.runs.metrics import memory_peak, model_flops
+from stepscope.runs.metrics import model_flops, peak_bytes
 from stepscope.runs.run_sets import RunSet
 
 
@@ -116,7 +116,7 @@ def _slower(compared: SideComparison, pair: SidePair, limit: float) -> Iterator[
 
 def _larger(pair: SidePair, growth: Growth) -> Iterator[tuple[str, bool]]:
     """Fails where every process after needs more than the limit over what each one needed before."""
-    before, after = _figures(pair, memory_peak)
+    before, after = _figures(pair, peak_bytes)
     if not before or not after:
         yield f"{pair.label}: no memory was measured: {_remedy(pair)}", False
     elif min(after) > growth.limit(max(before)):

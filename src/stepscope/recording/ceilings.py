@@ -91,8 +91,10 @@ def ceilings_for(
     stored = None if again else load_ceilings(device)
     known = {**stored.matmul, **({COPY: stored.copy} if stored.copy else {})} if stored else {}
     below: set[str] = set()
-    if stored is not None and reached and _age_s(stored) > AGAIN_S:
-        below = {name for name, one in known.items() if reached.get(name, 0.0) > one.rate}
+    if stored is not None and reached:
+        age = datetime.now(UTC) - datetime.fromisoformat(stored.measured_at)
+        if age.total_seconds() > AGAIN_S:
+            below = {name for name, one in known.items() if reached.get(name, 0.0) > one.rate}
     missing: list[Dtype] = [dtype for dtype in dtypes if dtype not in known or dtype in below]
     if stored is not None and COPY in known and not missing and COPY not in below:
         return stored
@@ -104,10 +106,6 @@ def ceilings_for(
     if keep:
         replace_file(_store_path(fresh.device_name), msgspec.json.encode(fresh))
     return fresh
-
-
-def _age_s(ceilings: Ceilings) -> float:
-    return (datetime.now(UTC) - datetime.fromisoformat(ceilings.measured_at)).total_seconds()
 
 
 def load_ceilings(device: torch.device) -> Ceilings | None:

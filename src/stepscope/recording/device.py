@@ -27,9 +27,7 @@ class HostClock:
     """time.perf_counter_ns: monotonic, and the finest the system has."""
 
     name = "perf_counter_ns"
-
-    def now_ns(self) -> int:
-        return time.perf_counter_ns()
+    now_ns = staticmethod(time.perf_counter_ns)
 
 
 Mark = Any

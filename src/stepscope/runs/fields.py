@@ -13,7 +13,7 @@ from stepscope.core.checkpointing import OFFLOAD
 from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.model_config import PRESETS
-from stepscope.core.parts import PARTS, attention_names, kernels_of
+from stepscope.core.parts import PARTS, attention_names
 from stepscope.core.range_names import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
@@ -95,7 +95,7 @@ FIELDS: dict[str, Field] = {
     "dtype": Field(read=_at("workload.dtype"), order=DTYPES),
     "phase": Field(read=_at("workload.phase"), order=PHASES),
     "attention": Field(read=_at("workload.attention"), order=attention_names()),
-    **{part: Field(read=_at(f"workload.{part}"), order=kernels_of(part)) for part in PARTS},
+    **{part: Field(read=_at(f"workload.{part}"), order=tuple(PARTS[part])) for part in PARTS},
     "projections": Field(read=_at("workload.projections"), order=PROJECTIONS),
     "compile": Field(read=_at("workload.compile"), order=COMPILES),
     "graph": Field(read=_at("workload.graph"), order=GRAPHS),

@@ -284,11 +284,6 @@ def model_flops(run: Run) -> int | None:
     return sum(work.flops for work in run.work.values()) or None
 
 
-def memory_peak(run: Run) -> int | None:
-    """The most bytes that a step had allocated at once; None where that was not measured."""
-    return run.evidence.memory.allocated_peak if run.evidence.memory else None
-
-
 def model_flops_per_s(run: Run) -> float | None:
     """Model FLOPs of a step over its median time."""
     step_s, flops = median_s(run, STEP), model_flops(run)
@@ -344,7 +339,7 @@ def profiler_slowdown(run: Run) -> float | None:
 
 
 def peak_bytes(run: Run) -> int | None:
-    """Largest allocated peak of any phase."""
+    """The most bytes that a step had allocated at once; None where that was not measured."""
     return run.evidence.memory.allocated_peak if run.evidence.memory else None
 
 

@@ -186,7 +186,7 @@ Share = Callable[[StepParts, Workload], Shared]
 
 
 class Ranks(Peers):
-    """One rank among those that share a step. Outside a job it is alone, and waits for nobody."""
+    """One rank among those that share a step, of which rank 0 writes the run. Outside a job it waits for nobody."""
 
     rank, ranks, local_rank = 0, 1, 0
     backend = ""
@@ -195,11 +195,6 @@ class Ranks(Peers):
     start_s: float | None = None
     """From the start of the ranks' processes until all had met; None where somebody else started them."""
     started_here = True
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes the run."""
-        return self.rank == 0
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of the ranks, on every rank."""

@@ -19,7 +19,7 @@ import msgspec
 from stepscope.allocations.prediction.layouts import Moved, RankMemory, bytes_of
 from stepscope.core.answer import Slice
 from stepscope.core.checkpointing import OFFLOAD, most_that_fit, offload_of, spans_of
-from stepscope.core.device_spec import DeviceSpec, pcie_generation, product_dtype
+from stepscope.core.device_spec import DeviceSpec, pcie_generation
 from stepscope.core.errors import InputError
 from stepscope.core.formulas import adamw_work
 from stepscope.core.formulas.communication import (
@@ -145,7 +145,7 @@ def rates_of(spec: DeviceSpec, workload: TextbookWorkload, matmul_share: float |
         raise InputError(f"{spec.name} multiplies no matrices of {workload.dtype}: choose another --dtype or --device")
     if matmul_share is not None and not 0 < matmul_share <= 1:
         raise InputError(f"--efficiency is {matmul_share:g}: write a share of the peak, above 0 and at most 1")
-    product = product_dtype(workload.dtype)
+    product = PRECISIONS[workload.dtype].multiplies
     if matmul_share is None and product not in MATMUL_SHARES:
         raise InputError(f"what products in {product} reach was not measured: say it, as in --efficiency 0.5")
     share = MATMUL_SHARES[product] if matmul_share is None else matmul_share

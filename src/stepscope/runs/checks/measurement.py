@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 
 from stepscope.core.answer import Finding, error, note, warning
-from stepscope.core.environment import Environment
+from stepscope.core.environment import Environment, GpuReading
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import PRESETS
 from stepscope.core.range_names import PHASES, STEP
@@ -265,8 +265,8 @@ def machine(run: Run) -> Iterator[Finding]:
     environment = run.environment
     if environment is None:
         return
-    if (held_down := _clocks_held_down(environment)) is not None:
-        yield held_down
+    if environment.before is not None and environment.after is not None:
+        yield from _clocks_held_down(environment, environment.before, environment.after)
     readings = [reading for reading in (environment.before, environment.after) if reading is not None]
     if others := max((reading.other_processes or 0 for reading in readings), default=0):
         yield warning(
@@ -290,11 +290,8 @@ def machine(run: Run) -> Iterator[Finding]:
         )
 
 
-def _clocks_held_down(environment: Environment) -> Finding | None:
+def _clocks_held_down(environment: Environment, before: GpuReading, after: GpuReading) -> Iterator[Finding]:
     """Clocks that a cap, heat or a setting kept low. Readings while the steps ran count before the one after them."""
-    before, after = environment.before, environment.after
-    if before is None or after is None:
-        return None
     between_s = after.read_at_s - before.read_at_s if before.read_at_s and after.read_at_s else 0.0
     shares = {}
     for reason, start, end in (
@@ -309,12 +306,12 @@ def _clocks_held_down(environment: Environment) -> Finding | None:
     clock_mhz = running.median if running else after.sm_clock_mhz
     low = bool(clock_mhz and after.sm_clock_max_mhz and clock_mhz < 0.9 * after.sm_clock_max_mhz)
     if share < 0.05 and not reasons and not low:
-        return None
+        return
     when = f"while the steps ran ({running.lowest:.0f} to {running.highest:.0f})" if running else "at the end"
     clock = f" SM clock {clock_mhz:.0f} of {after.sm_clock_max_mhz} MHz {when}." if clock_mhz else ""
     cause = f"{reason} for {format_share(share)} of the measured time" if share >= 0.05 else reasons
     say = warning if "slowdown" in reasons or (reason == "heat" and share >= 0.05) else note
-    return say(
+    yield say(
         "clocks-held-down",
         f"Clocks were held down by {cause or 'a lower setting (no cap and no heat is reported)'}.{clock}",
         remedy="compare only with runs at the same limit",

@@ -464,7 +464,7 @@ class _Case:
         """Why this implementation may be off twice as far as others; empty where it may not."""
         if self._rounds_scores(name):
             return _ROUNDED
-        cuts_off = ATTENTIONS[name].triton and not self.given[0].tensor.is_cuda and self.dtype == "bf16"
+        cuts_off = ATTENTIONS[name].compiler == "triton" and not self.given[0].tensor.is_cuda and self.dtype == "bf16"
         return _CUT_OFF if cuts_off else ""
 
     @property

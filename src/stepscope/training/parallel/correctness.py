@@ -100,7 +100,7 @@ def check_ranks(
         copies = _Copies(device, wanted=0 in parts_of_found)
         expected = (
             _expected(make_parts, choices, device, ranks, make_optimizer, copies=copies, compute=compute)
-            if ranks.is_first
+            if ranks.rank == 0
             else None
         )
         found = _by_ranks(
