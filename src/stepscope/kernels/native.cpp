@@ -11,7 +11,10 @@
 // native.py makes the ways from what Triton compiled and launched once. Nothing here is compiled for a device: the
 // functions of the driver are addresses, given by Python, and cuda.h describes what they take.
 
-#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>

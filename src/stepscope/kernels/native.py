@@ -71,9 +71,9 @@ _BUILD = """
 import sys
 from torch.utils import cpp_extension
 name, source, headers, place = sys.argv[1:]
+flags = ["-O1", "-std=c++20", "-DAT_PER_OPERATOR_HEADERS"]  # else each file of PyTorch's reads all operators
 cpp_extension.load(
-    name, [source], extra_cflags=["-O1", "-std=c++20"], extra_include_paths=[headers], build_directory=place,
-    with_cuda=False,
+    name, [source], extra_cflags=flags, extra_include_paths=[headers], build_directory=place, with_cuda=False
 )
 """
 
