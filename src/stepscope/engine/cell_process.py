@@ -351,19 +351,23 @@ def main(start: ProcessStart = "exec") -> int:
     # The lifeline: what carries the mark ends with this process, too.
     end_with_stdin(None if mark is None else lambda: kill_marked(mark))
 
+    gc.disable()  # what an import makes stays: to look through it again and again is a fifth of its time
     try:
         from stepscope.engine.step import measure_in_turns, measure_step  # noqa: PLC0415  (torch, after the lifeline)
         from stepscope.recording.environment import resolve_device  # noqa: PLC0415
     except (ImportError, StepscopeError) as error:
         _send(events, CellEvent(error=f"cannot measure here: {one_line(error)}", error_for_all=True))
         return error.exit_code if isinstance(error, StepscopeError) else EXIT_WRONG_INPUT
+    finally:
+        gc.freeze()
+        gc.enable()
 
     if len(sys.argv) > 2:
         return _check_devices(sys.argv[2:], events)
     request = msgspec.structs.replace(msgspec.json.decode(request_line, type=StepRequest), process_start=start)
 
     if request.memory is not None:
-        gc.unfreeze()  # what holds the memory may be found among what a fork server has set aside
+        gc.unfreeze()  # what holds the memory may be found among what is set aside
 
     try:
         resolve_device(request.device)

@@ -232,6 +232,7 @@ def main() -> int:
     # NumPy's OpenBLAS, which starts its threads when it is loaded, starts none.
     blas_threads = os.environ.get(_BLAS_THREADS[0])
     os.environ[_BLAS_THREADS[0]] = "1"
+    gc.disable()  # what an import makes stays: to look through it again and again is a fifth of its time
     import stepscope.engine.step  # noqa: F401, PLC0415  # pyright: ignore[reportUnusedImport]
     from stepscope.engine.cell_process import main as measure  # noqa: PLC0415
 
@@ -246,6 +247,7 @@ def main() -> int:
     sys.stderr.flush()
     gc.collect()
     gc.freeze()  # else each cell's first collection would copy every page that an import has made
+    gc.enable()
     channel.send(msgspec.json.encode(ForkAnswer(refused=why_not_fork())))
     if not _ForkServer(channel).serve():
         kill_marked(os.environ[MARK])  # what imports have started

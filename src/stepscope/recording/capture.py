@@ -33,14 +33,20 @@ _ATTENTION_OPERATORS = re.compile(r"(aten::)?_scaled_dot_product|stepscope::\w*a
 
 
 def profiler_for(
-    device: torch.device, *, gpu: bool = True, record_shapes: bool = False, with_stack: bool = False
+    device: torch.device,
+    *,
+    gpu: bool = True,
+    record_shapes: bool = False,
+    with_stack: bool = False,
+    events: bool = True,
 ) -> torch.profiler.profile:
-    """A torch.profiler of the host and this device; of the host alone where `gpu` is False."""
+    """A torch.profiler of the host and this device; of the host alone where `gpu` is False. Without `events` its end
+    makes no object of each event: that takes longer than a step."""
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda" and gpu:
         activities.append(ProfilerActivity.CUDA)
     return torch.profiler.profile(
-        activities=activities, record_shapes=record_shapes, with_stack=with_stack, acc_events=True
+        activities=activities, record_shapes=record_shapes, with_stack=with_stack, acc_events=events
     )
 
 
@@ -109,7 +115,7 @@ _COMPRESSION = 6  # gzip's own default; Python's 9 takes twice as long for one p
 def kineto_session(step: Step, device: torch.device, *, stacks: bool = False) -> Iterator[torch.profiler.profile]:
     """A context in which torch.profiler records operators with shapes and sequence numbers, kernels, and the ranges of
     the step, its phases, modules and the parts of attention."""
-    profiler = profiler_for(device, record_shapes=True, with_stack=stacks)
+    profiler = profiler_for(device, record_shapes=True, with_stack=stacks, events=False)
     with ranges.emitted_to(ranges.ProfilerEmitter()), details(step), profiler:
         yield profiler
 

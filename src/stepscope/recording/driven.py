@@ -107,7 +107,7 @@ def step_traffic(step: Driven, timing: Device) -> tuple[CollectiveCalls, ...]:
 def profile_step(step: Driven, device: torch.device, timing: Device, peers: Peers = ALONE) -> ProfiledStep:
     """Profile two steps and report the second: the first pays for the profiler's own start. All `peers` begin each
     together: a profiler starts at its own time in each process."""
-    with profiler_for(device):
+    with profiler_for(device, events=False):
         timed_steps(step, timing, 1, peers=peers)
     with profiler_for(device) as profiler:
         samples = timed_steps(step, timing, 1, peers=peers)
