@@ -32,7 +32,7 @@ for step, (x,) in enumerate(DataLoader(TensorDataset(torch.randn(int(sys.argv[1]
     optimizer.step()
     optimizer.zero_grad()
     time.sleep(0.004)
-    if step % 100 == 0:
+    if step % 25 == 0:
         print("loss", step, "of a script that prints", end="")
         print("!")
 """
@@ -78,6 +78,10 @@ def test_two_terminals_show_what_a_script_does_until_it_is_killed(tmp_path: Path
     assert done.returncode == 0
     assert re.search(r"it stopped writing \d+ s ago at step [\d,]+, and its process is gone: this is what", done.stderr)
     assert "4 steps of one process measured" in done.stdout
+    rank = tmp_path / "runs" / "20991231T000000.000-of-another-rank"
+    rank.mkdir()
+    (rank / "run.json").write_text("{}")
+    assert stepscope("show", "last", "--live", cwd=tmp_path).stdout == done.stdout
 
     written = b""
     while select.select([terminal], [], [], 1)[0]:
@@ -89,7 +93,7 @@ def test_two_terminals_show_what_a_script_does_until_it_is_killed(tmp_path: Path
     renewed = [int(step.replace(",", "")) for step in re.findall(r"\r\x1b\[2Kstep ([\d,]+),", written.decode())]
     assert len(renewed) >= 2 and renewed == sorted(renewed)
     stays = [line.rpartition("\r\x1b[2K")[2] for line in lines[:-1]]
-    printed = [f"loss {step} of a script that prints!" for step in range(0, 100 * len(lines), 100)]
+    printed = [f"loss {step} of a script that prints!" for step in range(0, 25 * len(lines), 25)]
     scripts = [line for line in stays if "loss" in line]
     assert len(scripts) >= 3 and scripts == printed[: len(scripts)]
     assert len(stays) == len(scripts) + 1 and any(line.startswith("stepscope: measured: ") for line in stays)

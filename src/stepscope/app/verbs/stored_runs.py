@@ -147,7 +147,12 @@ def show_command(
     With --live: what a script does now that `stepscope watch` runs, in another terminal.
     """
     if live:
-        folder = find_place(run, runs)
+        from stepscope.runs.live import LIVE_FILE
+
+        # The last script that is watched: of its ranks, which have a run each, the first writes its figures.
+        watched = [file.parent for file in find_run_files(runs) if (file.parent / LIVE_FILE).exists()]
+        folder = max(watched, key=lambda each: each.name) if run == LAST and watched else find_place(run, runs)
+        run = str(folder)
         _follow(folder if folder.is_dir() else folder.parent, shown)
         if shown.json:
             return
