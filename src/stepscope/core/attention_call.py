@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.core.environment import Environment
-from stepscope.core.errors import EXIT_CHECK_FAILED, StepscopeError
+from stepscope.core.errors import GateFailure
 from stepscope.core.files import decode_document, json_document
 from stepscope.core.formulas import SOFTMAX_FLOPS, AttentionSizes, attention_flops
 from stepscope.core.parts import ATTENTIONS, Attention, AttentionCall, TensorDtype, check_attention
@@ -31,12 +31,6 @@ Differentiated = Literal["qkv", "q", "kv"]
 """Which of queries, keys and values ask for a gradient."""
 
 Outcome = Literal["passed", "failed", "not supported"]
-
-
-class GateFailure(StepscopeError):
-    """Raised for an implementation that does not compute attention, so that its times mean nothing."""
-
-    exit_code = EXIT_CHECK_FAILED
 
 
 class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import TypeGuard
 
-from stepscope.core.errors import InputError, choose
+from stepscope.core.errors import InputError
 from stepscope.core.parts import (
     ATTENTIONS,
     AUTO,
@@ -15,6 +15,7 @@ from stepscope.core.parts import (
     Attention,
     AttentionCall,
     attention_names,
+    choose_name,
     unpredicted_part,
 )
 from stepscope.core.precisions import PRECISIONS
@@ -54,7 +55,7 @@ def resolve_attention(name: Attention, call: AttentionCall, here: FaultHere = fa
 
     Raises an InputError that says what the named one lacks, and which ones would work.
     """
-    choose(name, attention_names(), "attention")
+    name = choose_name(name, attention_names(), "attention")
     if name == AUTO:
         for each in PREFERRED.get(call.device_type, PREFERRED_ELSEWHERE):
             if find_fault(each, call, here) is None:

@@ -104,6 +104,12 @@ class DeviceError(StepscopeError):
     exit_code = EXIT_DEVICE_FAILED
 
 
+class GateFailure(StepscopeError):
+    """Raised for an implementation that computes something else than it should, so that its times mean nothing."""
+
+    exit_code = EXIT_CHECK_FAILED
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The first sentence-like line of an exception's message, safe to print on one line."""
     return middle_cut(printable(_first_line(error) or type(error).__name__), limit)

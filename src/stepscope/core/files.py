@@ -1,9 +1,12 @@
 """Files and directories that a user names or that caches lie in, read within bounds."""
 
 import contextlib
+import hashlib
+import importlib.util
 import os
 import re
 import stat
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TypeVar
@@ -158,3 +161,38 @@ def identity_of(record: msgspec.Struct, first_fields: Collection[str]) -> dict[s
         for field in msgspec.structs.fields(record)
         if (value := getattr(record, field.name)) != field.default or field.name in first_fields
     }
+
+
+# A user's code, found and told apart by its content without running it.
+
+
+def code_digest(file: Path) -> str:
+    """A digest of a file of code; empty where it cannot be read."""
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def code_file(place: str) -> Path | None:
+    """The file of `path/file.py` or `package.module`; None where it cannot be found without importing it."""
+    if place.endswith((".py", ".json")):
+        return Path(place)
+    # Only the top of a package is looked up: finding what is inside would import it.
+    top, _, inside = place.partition(".")
+    if not top:
+        return None
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+    finally:
+        sys.path.pop(0)
+    if found is None or found.origin is None:
+        return None
+    home = Path(found.origin)
+    parts = inside.split(".") if inside else []
+    beside = home.parent.joinpath(*parts) if parts else None
+    candidates = [beside.with_suffix(".py"), beside / "__init__.py"] if beside else [home]
+    return next((file for file in candidates if file.is_file()), None)

@@ -9,15 +9,19 @@ To add an attention, write its function in a file of training/attention/, its re
 
 import importlib.util
 import os
+import re
 from collections.abc import Iterable, Mapping
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeVar
 
 import msgspec
 
 from stepscope.core.errors import InputError, choose
+from stepscope.core.files import code_digest, code_file
 
 Attention = str
-"""The name of an attention: one of `ATTENTIONS`, or `auto`, which stands for the first of `PREFERRED` that runs."""
+"""The name of an attention: one of `ATTENTIONS`, a function of a user's (`user_function`), or `auto`, which stands for
+the first of `PREFERRED` that runs."""
 
 AUTO: Attention = "auto"
 
@@ -175,10 +179,84 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
         return f"subtracts no maximum: in {call.dtype} it takes scores up to {limit}"
 
 
+INTERPRETER = "TRITON_INTERPRET"
+"""The environment variable that makes Triton run its kernels in Python, on tensors of the CPU."""
+
+Record = TypeVar("Record")
+
+
+class Records(dict[str, Record]):
+    """Records by name. Any function of a user's has the record `of_users`, and is not among the names."""
+
+    def __init__(self, records: Mapping[str, Record], of_users: Record) -> None:
+        super().__init__(records)
+        self.of_users = of_users
+
+    def __missing__(self, name: str) -> Record:
+        if not is_users(name):
+            raise KeyError(name)
+        return self.of_users
+
+
+def is_users(name: str) -> bool:
+    """Whether this names a function of a user's: `path/file.py:name`, or `package.module:name`."""
+    return ":" in name
+
+
+CONVENTIONS: dict[str, str] = {
+    "attention": "attention(q, k, v, causal), of q, k and v (batch, heads, length, head_dim), returns one like q; "
+    "causal may be is_causal, and a function without it is causal",
+    "norm": "norm(x, weight, eps), of x (..., width) and weight (width), returns RMSNorm in x's shape and dtype",
+    "rope": "rope(q, k, cos, sin), of q and k (batch, heads, length, head_dim) and tables (length, head_dim), returns "
+    "both turned by halves; or rope(x, cos, sin), of one of them",
+    "mlp": "mlp(gate, up), of two (..., width), returns silu(gate) * up",
+    "loss": "loss(logits, targets), of (tokens, vocabulary) and (tokens), returns the mean cross-entropy, where "
+    "targets of -100 count for nothing; or loss(x, weight, targets), with the head's product inside",
+}
+"""How a user's function is called for each part, and what it returns."""
+
+_USERS = re.compile(r"(?P<spelled>[^@]+:[^\W\d][\w.]*)(?:@(?P<digest>[0-9a-f]{8}))?")
+
+
+def user_function(name: str) -> tuple[str, str]:
+    """How a user spelled a function, and the digest of its file; the digest is empty where none is named."""
+    parsed = _USERS.fullmatch(name)
+    return (parsed["spelled"], parsed["digest"] or "") if parsed is not None else ("", "")
+
+
+def choose_name(name: str, names: Iterable[str], what: str) -> str:
+    """The one of `names` that this is; or a user's function, with a digest of its file: `mine.py:fn@3f2a91c0`. Raises
+    InputError for any other."""
+    names = tuple(names)
+    if name in names:
+        return name
+    spelled, digest = user_function(name)
+    if digest:
+        return name
+    own = f"{what} of your own is path/file.py:name or package.module:name"
+    if name.endswith(".py"):
+        raise InputError(f"{what} {name} names a file and no function in it: write {name}:NAME")
+    if not is_users(name):
+        raise InputError(f"unknown {what} {name!r}: choose one of {', '.join(names)}; {own}")
+    file = code_file(spelled.rpartition(":")[0]) if spelled else None
+    if file is None:
+        raise InputError(f"{what} {name!r} names no function that can be found: {own}")
+    if not file.is_file():
+        raise InputError(f"{what} {name}: {file} {'is a directory' if file.is_dir() else 'is not there'}; {own}")
+    if not Path("/dev/nvidiactl").exists():
+        os.environ.setdefault(INTERPRETER, "1")  # read when Triton is imported, which torch may do before the function
+    return f"{spelled}@{code_digest(file)[:8]}"
+
+
+def name_word(name: str) -> str:
+    """The name as a word of a key, safe in file names: of a user's function its own, and the digest."""
+    return name.rpartition(":")[2].replace("@", "-") if is_users(name) else name
+
+
 _WRITTEN_OUT = "stepscope.training.attention.written_out"
 _PYTORCH = "stepscope.training.attention.pytorch"
 
-ATTENTIONS: dict[Attention, AttentionRecord] = {
+ATTENTIONS: Records[AttentionRecord] = Records({
     # Written out: scores, mask, softmax with the maximum subtracted, weighted sum.
     "reference": AttentionRecord(
         function=f"{_WRITTEN_OUT}:reference", scores="whole", memory="scores", predicted="always", rounds_scores=True,
@@ -252,7 +330,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
         documents=True,
         signs=r"^stepscope::flash_attention_forward|^flash_forward", signs_when_compiled=True,
     ),
-}  # fmt: skip
+}, of_users=AttentionRecord(function="", window=False, proposed=False, rounds_scores=True))  # fmt: skip
 
 PREFERRED: dict[str, tuple[Attention, ...]] = {
     "cuda": ("flash", "sdpa-cudnn", "sdpa-flash", "sdpa-efficient", "sdpa", "reference"),
@@ -263,7 +341,7 @@ PREFERRED_ELSEWHERE: tuple[Attention, ...] = ("sdpa", "reference")
 
 def check_attention(name: Attention) -> None:
     """Raise an InputError if there is no implementation of this name, as a file may say."""
-    choose(name, tuple(ATTENTIONS), "attention")
+    choose_name(name, ATTENTIONS, "attention")
 
 
 def scores_of(name: Attention) -> Scores:
@@ -286,7 +364,7 @@ def attention_names() -> tuple[Attention, ...]:
 
 Part = Literal["norm", "rope", "mlp", "loss"]
 Kernels = str
-"""The name of a way to compute parts: `reference`, `compiled`, `fused`, `liger`, `quack`."""
+"""The name of a way to compute parts: `reference`, `compiled`, `fused`, `liger`, `quack`, or a user's function."""
 
 PART_WORDS: dict[Part, str] = {
     "norm": "RMSNorm, with the sum before it,",
@@ -386,10 +464,6 @@ class PartFound(msgspec.Struct, frozen=True, kw_only=True):
         return f"{name}: {f'{self.modules} {self.type} left' if self.modules else 'none'}, {self.why}"
 
 
-INTERPRETER = "TRITON_INTERPRET"
-"""The environment variable that makes Triton run its kernels in Python, on tensors of the CPU."""
-
-
 def _fused(function: str, saves: str, signs: str, largest_width: int | None = None) -> PartRecord:
     return PartRecord(
         function=f"stepscope.kernels.parts.{function}", dtypes=_FUSED, package="triton", interpreted=True,
@@ -420,7 +494,7 @@ def _quack(
     )  # fmt: skip
 
 
-PARTS: dict[Part, dict[Kernels, PartRecord]] = {
+_PARTS: dict[Part, dict[Kernels, PartRecord]] = {
     "norm": {
         "reference": PartRecord(function="", saves="x and x / rms in fp32, 2 R M; rms, R"),
         "compiled": _compiled("rms_norm", "what the compiler keeps: the sum, R M, and 1 / rms, R"),
@@ -464,6 +538,9 @@ PARTS: dict[Part, dict[Kernels, PartRecord]] = {
         ),
     },
 }  # fmt: skip
+
+_OF_USERS = PartRecord(function="", saves="what it keeps itself", repeats=False)
+PARTS: dict[Part, Records[PartRecord]] = {part: Records(ways, of_users=_OF_USERS) for part, ways in _PARTS.items()}
 """Of each part, its implementations by name."""
 
 
@@ -482,7 +559,7 @@ def named_kernels(kernels: object) -> dict[Part, Kernels]:
         strangers = [part for part in names if part not in PARTS]
         if strangers:
             raise InputError(f"kernels has the part {strangers[0]!r}: choose among {', '.join(PARTS)}")
-        return {part: choose(names[part], tuple(PARTS[part]), part) for part in PARTS if part in names}
+        return {part: choose_name(names[part], PARTS[part], part) for part in PARTS if part in names}
     name = choose(str(kernels), KERNELS, "kernels")
     return {part: name for part, ways in PARTS.items() if name in ways}
 

@@ -1,7 +1,5 @@
 """What the command line and a config.json say of a user's model, read without running any of the user's code."""
 
-import hashlib
-import importlib.util
 import json
 import re
 import sys
@@ -9,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
+from stepscope.core import files
 from stepscope.core.errors import InputError, name_shown
 from stepscope.core.files import read_document
 from stepscope.core.precisions import PRECISIONS, Dtype
@@ -40,10 +39,7 @@ def parse_arguments(written: Sequence[str]) -> dict[str, tuple[Any, ...]]:
 def code_digest(factory: str) -> str:
     """A digest of the file in which a factory stands; empty where it cannot be found without importing it."""
     file = file_of(factory)
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else ""
-    except OSError:
-        return ""
+    return files.code_digest(file) if file else ""
 
 
 def code_folder(file: str | Path | None) -> Path:
@@ -56,27 +52,7 @@ def code_folder(file: str | Path | None) -> Path:
 
 def file_of(factory: str) -> Path | None:
     """The file in which a factory stands; None where it cannot be found without importing it."""
-    place = factory if is_configuration(factory) else factory.rpartition(":")[0]
-    if place.endswith((".py", ".json")):
-        return Path(place)
-    # Only the top of a package is looked up: finding what is inside would import it.
-    top, _, inside = place.partition(".")
-    if not top:
-        return None
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        return None
-    finally:
-        sys.path.pop(0)
-    if found is None or found.origin is None:
-        return None
-    home = Path(found.origin)
-    parts = inside.split(".") if inside else []
-    beside = home.parent.joinpath(*parts) if parts else None
-    candidates = [beside.with_suffix(".py"), beside / "__init__.py"] if beside else [home]
-    return next((file for file in candidates if file.is_file()), None)
+    return Path(factory) if is_configuration(factory) else files.code_file(factory.rpartition(":")[0])
 
 
 def _value(text: str) -> Any:

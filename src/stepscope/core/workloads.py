@@ -34,7 +34,9 @@ from stepscope.core.parts import (
     Kernels,
     Part,
     attention_names,
+    choose_name,
     is_kept,
+    name_word,
 )
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.strategies import (
@@ -290,7 +292,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
         whole_number(self.seed, "seed", 0, LARGEST)
         whole_number(self.tokens, "batch_size x seq_len", 1, LARGEST)
         super().__post_init__()
-        choose(self.attention, attention_names(), "attention")
+        msgspec.structs.force_setattr(self, "attention", choose_name(self.attention, attention_names(), "attention"))
         self._check_parts()
         if self.optimizer is not None or self.phase == "train":
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
@@ -353,7 +355,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
             "seq_len": f"s{self.seq_len}",
             "dtype": self.dtype,
             "phase": self.phase,
-            "attention": self.attention if self.attention != "reference" else "",
+            "attention": name_word(self.attention) if self.attention != "reference" else "",
             **part_words(self.parts),
             "projections": f"{self.projections}-projections" if self.projections != "apart" else "",
             **self.choice_words,
@@ -399,7 +401,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
 
     def _check_parts(self) -> None:
         for part, name in self.parts.items():
-            choose(name, tuple(PARTS[part]), part)
+            msgspec.structs.force_setattr(self, part, choose_name(name, PARTS[part], part))
             if name != REFERENCE and (self.strategy.splits != BATCH or self.strategy.near > 1):
                 raise InputError(
                     f"{part} {name} runs where a rank computes whole blocks of its own samples: leave out --parallel "
@@ -533,8 +535,8 @@ def part_words(parts: Mapping[Part, Kernels]) -> dict[str, str]:
     """The words of a key for the parts of a model; one word, with the first, where all have one name."""
     names = {*parts.values()}
     if len(names) == 1 and names != {REFERENCE}:
-        return {"norm": f"{parts['norm']}-parts"}
-    return {part: f"{name}-{part}" if name != REFERENCE else "" for part, name in parts.items()}
+        return {"norm": f"{name_word(parts['norm'])}-parts"}
+    return {part: f"{name_word(name)}-{part}" if name != REFERENCE else "" for part, name in parts.items()}
 
 
 def _nearest_divisors(number: int, near: int) -> list[int]:
@@ -690,7 +692,7 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         if "optimizer" not in self.by_factory and self.phase == "train":
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
         for part, name in self.parts.items():
-            choose(name, tuple(PARTS[part]), part)
+            msgspec.structs.force_setattr(self, part, choose_name(name, PARTS[part], part))
         self.without_what_has_no_effect()
 
     @property

@@ -43,9 +43,9 @@ from stepscope.recording.held_tensors import optimizer_tensors
 from stepscope.recording.step import Phase, Recorder, drive
 from stepscope.training.scaled_products import cast_as_on_a_gpu
 from stepscope.training.training_step import AssembledStep, TrainingStep
-from stepscope.training.user_module.loading import BATCH_SIZE, SEQ_LEN, find_factory, load_module
+from stepscope.training.user_module.loading import BATCH_SIZE, SEQ_LEN, load_module
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
-from stepscope.training.user_module.user_code import describe_module, named_tensors
+from stepscope.training.user_module.user_code import describe_module, find_factory, named_tensors
 
 # Predicts a step's memory on a GPU by running it on fake tensors: without a GPU, without memory, in a few seconds.
 #

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from stepscope.core import interrupts
-from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line
+from stepscope.core.errors import DeviceError, GateFailure, InputError, StepscopeError, named_line
 from stepscope.core.run import Repeat, Run
 from stepscope.core.run_directory import RANK_FOLDER, create_run_directory
 from stepscope.engine.draft import Draft
@@ -105,7 +105,7 @@ def measure_step(
                     run_after_the_times(draft)
         except KeyboardInterrupt:
             draft.interrupt()
-        except InputError:
+        except (InputError, GateFailure):
             shutil.rmtree(directory, ignore_errors=True)  # nothing was measured, so nothing is left behind
             raise
         run = finished(draft)
@@ -250,7 +250,7 @@ def measure_in_turns(
         except KeyboardInterrupt:
             for draft in drafts:
                 draft.interrupt()
-        except InputError:
+        except (InputError, GateFailure):
             for draft in drafts:
                 shutil.rmtree(draft.directory, ignore_errors=True)
             raise

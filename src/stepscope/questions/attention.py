@@ -23,7 +23,7 @@ from stepscope.core.attention_call import (
 )
 from stepscope.core.files import read_named
 from stepscope.core.options import CALLS, GIVEN, MEASURING, WORKLOAD, Option, completed, refuse_beside
-from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
+from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype, is_users
 from stepscope.core.precisions import Dtype
 from stepscope.core.run_directory import write_atomically
 from stepscope.engine.request import Stage, Tell
@@ -150,9 +150,11 @@ def grid_groups(
 def check_runnable(groups: Sequence[Sequence[AttentionCell]], device_type: str) -> None:
     """Raises InputError where none of the cells runs here, as the first of them says."""
     from stepscope.core.attention_support import find_fault, runnable
-    from stepscope.training.attention import fault_of_device
+    from stepscope.training.attention import fault_of_device, implementation
 
     cells = [cell for group in groups for cell in group]
+    for name in dict.fromkeys(cell.implementation for cell in cells if is_users(cell.implementation)):
+        implementation(name)  # one that cannot be loaded is no row
     calls = {cell: cell.shape.call(device_type, cell.dtype) for cell in cells}
     faults = {cell: find_fault(cell.implementation, call, here=fault_of_device) for cell, call in calls.items()}
     if all(faults.values()):

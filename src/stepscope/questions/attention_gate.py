@@ -18,7 +18,7 @@ from stepscope.core.attention_call import AttentionShape, AttentionVerdict, Gate
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose
 from stepscope.core.files import decode_document, json_document, read_named
 from stepscope.core.options import CALLS, MEASURING, STORED, WORKLOAD, Option, refuse_beside
-from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
+from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype, choose_name, is_users
 from stepscope.core.run_directory import write_atomically
 from stepscope.questions.attention_workers import WorkerAnswer, WorkerTask, lost, work_through
 from stepscope.questions.question import Question, Result
@@ -66,7 +66,7 @@ def decode_matrix(data: bytes, source: str) -> GateMatrix:
 
 def implementations_of(names: Sequence[str]) -> tuple[Attention, ...]:
     """Checked names, each once. Raises InputError for one that there is not."""
-    return tuple(dict.fromkeys(choose(name, list(ATTENTIONS), "attention") for name in names))
+    return tuple(dict.fromkeys(choose_name(name, ATTENTIONS, "attention") for name in names))
 
 
 def gate_dtypes_of(names: Sequence[str]) -> tuple[TensorDtype, ...]:
@@ -251,11 +251,14 @@ def judge_attentions(
         refuse_beside("--from")
         return result_of(decode_matrix(read_named(from_), str(from_)))
     from stepscope.recording.environment import read_environment, resolve_device
+    from stepscope.training.attention import implementation
 
     names = implementations_of(attention or list(ATTENTIONS))
     wanted = gate_dtypes_of(dtype or GATE_DTYPES)
     on = resolve_device(device)
     environment = read_environment(on)
+    for name in filter(is_users, names):
+        implementation(name)  # before the workers start, so that one that cannot be loaded is said once
 
     def keep(matrix: GateMatrix) -> None:
         if figures is not None:

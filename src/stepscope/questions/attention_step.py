@@ -8,10 +8,10 @@ from itertools import chain
 from pathlib import Path
 
 from stepscope.core.answer import Answer, Cell, Finding, Table, known_columns, note, warning
-from stepscope.core.errors import InputError, choose
+from stepscope.core.errors import InputError
 from stepscope.core.figures import doubting_kinds, gibibytes, median_within_ms, milliseconds, times_within
 from stepscope.core.options import refuse_beside
-from stepscope.core.parts import attention_names
+from stepscope.core.parts import attention_names, choose_name
 from stepscope.core.range_names import OPTIMIZER, PHASES, STEP
 from stepscope.core.units import format_bytes, format_milliseconds, format_share
 from stepscope.engine.request import TraceRequest
@@ -485,7 +485,7 @@ def compare_attentions(*, options: StepOptions, attention: tuple[str, ...] | Non
     compared = Compared(study="attention-step", cell=StepCell, answer=answer_steps, options=options)
     attentions = attention or usual_attentions(options.device_type)
     cells = compared_cells(
-        attention=[choose(name, attention_names(), "attention") for name in attentions],
+        attention=[choose_name(name, attention_names(), "attention") for name in attentions],
         **options.sizes(options.usual(ON_CPU, ON_GPU)),
     )
     # Operators of a CPU take now this long and now that; kernels do not.

@@ -1,7 +1,6 @@
 """The functions that a bench calls: found by how they are spelled, and called as their signature has it."""
 
 import functools
-import importlib
 import inspect
 import itertools
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepscope.core.errors import InputError, choose, named_line
+from stepscope.core.errors import InputError, choose
 from stepscope.core.parts import ATTENTIONS
 from stepscope.questions.bench_calls import Asked
 from stepscope.questions.bench_inputs import FLOATS, parse_shape, parse_sizes
 from stepscope.training.attention import implementation
 from stepscope.training.judging import Function
-from stepscope.training.user_module.loading import find_factory
+from stepscope.training.user_functions import find_object
 
 ALIKE = (("is_causal", "causal"), ("attn_mask", "mask"), ("scale", "softmax_scale"), ("enable_gqa", "gqa"))
 """Arguments that functions of attention call by either name."""
@@ -50,13 +49,12 @@ def load_function(spelled: str, option: str) -> Function:
     names. Raises InputError that says what is missing."""
     if spelled in ATTENTIONS:
         return attention_called(spelled)
-    if ":" in spelled:
-        try:
-            target = find_factory(spelled).target
-        except InputError as error:
-            raise InputError(str(error).replace("--module ", f"{option} ", 1)) from error
-    else:
-        target = _dotted(spelled, option)
+    if not {".", ":"} & {*spelled}:
+        raise InputError(
+            f"{option} {spelled!r}: write path/file.py:name, package.module:name, package.module.name, or one of "
+            f"stepscope's attentions: {', '.join(ATTENTIONS)}"
+        )
+    target = find_object(spelled, option)
     if isinstance(target, type) and issubclass(target, torch.autograd.Function):
         return target.apply
     if isinstance(target, type) and issubclass(target, nn.Module):
@@ -64,24 +62,6 @@ def load_function(spelled: str, option: str) -> Function:
     if not callable(target):
         raise InputError(f"{option} {spelled} is {type(target).__name__}, which cannot be called: name a function")
     return target
-
-
-def _dotted(spelled: str, option: str) -> Any:
-    if spelled.endswith(".py"):
-        raise InputError(f"{option} {spelled} names a file and no function in it: write {spelled}:NAME")
-    place, dot, name = spelled.rpartition(".")
-    if not dot or not place:
-        raise InputError(
-            f"{option} {spelled!r}: write path/file.py:name, package.module:name, package.module.name, or one of "
-            f"stepscope's attentions: {', '.join(ATTENTIONS)}"
-        )
-    try:
-        home = importlib.import_module(place)
-    except Exception as error:  # a package may raise anything when it is imported
-        raise InputError(f"{option} {spelled}: {place} cannot be imported: {named_line(error)}") from error
-    if not hasattr(home, name):
-        raise InputError(f"{option} {spelled}: {place} has no {name}")
-    return getattr(home, name)
 
 
 def attention_called(name: str) -> Function:

@@ -13,7 +13,7 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import doubt_mark, doubts_sentence
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.options import PARALLEL, Option
-from stepscope.core.parts import attention_names, named_kernels
+from stepscope.core.parts import attention_names, choose_name, named_kernels
 from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZER, STEP
 from stepscope.core.run import Settings, settings_from
 from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, STRATEGIES, spelled, strategy_named
@@ -445,7 +445,7 @@ def compare_strategies(
     choices = {"attention": attention, "graph": graph, "optimizer": optimizer, "checkpointing": checkpointing}
     chosen: dict[str, Any] = {field: value for field, value in choices.items() if value is not None}
     if attention is not None:
-        choose(attention, attention_names(), "attention")
+        choose_name(attention, attention_names(), "attention")
     if kernels is not None:
         chosen |= named_kernels(kernels)
     if graph == "step" and not options.from_ and options.device_type != "cuda":

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from stepscope.core.errors import named_line
 from stepscope.recording.device import is_out_of_memory
 
 FACTOR = 2.0
@@ -180,7 +181,7 @@ class Attempt:
     results: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     repeats: bool | None = None
     """Whether a second call gave the same bits; None where there was none."""
-    raised: Exception | None = None
+    raised: Exception | SystemExit | None = None
     """What it raised, or a WrongKind."""
     written: tuple[str, ...] = ()
     """What it wrote to of the caller's; the numbers are back."""
@@ -261,3 +262,32 @@ def compare(
         elif not row_error <= row_allowed:
             reason = f"the worst row of {result} is off by {row_error:.2g}, {row_allowed:.2g} are allowed"
     return errors, reason
+
+
+# What a user's function must pass besides: PyTorch's own check of gradients, by differences of outputs.
+
+
+EXACT_IN_64_BITS = 1e-9
+"""The relative error up to which a function computes in float64, and not in fp32 inside."""
+
+
+def check_gradients(function: Function, exact: Function, inputs: Sequence[Tensor]) -> tuple[bool | None, str]:
+    """Whether `torch.autograd.gradcheck` passes in float64, and what is wrong, or why it was not asked: None where the
+    function takes no float64, or computes in fewer bits.
+
+    exact: the same formula in PyTorch's operators. inputs: small tensors of any dtype.
+    """
+    wide = [tensor.detach().double().contiguous() for tensor in inputs]
+    try:
+        found, right = results_of(function(*wide)), results_of(exact(*wide))
+        errors = [relative_errors(found[name], right[name])[0] for name in right]
+    except Exception as error:  # it need not take float64
+        return None, f"takes no float64 ({named_line(error, 120)})"
+    if not max(errors) <= EXACT_IN_64_BITS:
+        return None, "computes float64 in fewer bits"
+    leaves = [tensor.requires_grad_() for tensor in wide]
+    try:
+        torch.autograd.gradcheck(function, leaves, fast_mode=True)
+    except Exception as error:  # a GradcheckError, or whatever its backward raises
+        return False, f"gradcheck fails in float64: {named_line(error)}"
+    return True, ""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stepscope.core.attention_support import triton_fault
-from stepscope.core.errors import InputError, StepscopeError, named_line
-from stepscope.core.parts import ATTENTIONS, compiles
+from stepscope.core.errors import InputError, StepscopeError, named_line, warn
+from stepscope.core.parts import ATTENTIONS, compiles, is_users
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.strategies import computes_in_16_bits
@@ -445,6 +445,14 @@ def check_supported(workload: Workload, device: torch.device) -> None:
     chosen_attention(workload, device.type)
     parts_for(workload, device.type)
     check_choices(workload, device)
+    if any(map(is_users, (workload.attention, *workload.parts.values()))):
+        from stepscope.training.parts.gate import require_users  # noqa: PLC0415  (only where there are such)
+
+        for sentence in require_users(workload, device):
+            _say_once(sentence)
+
+
+_say_once = functools.cache(warn)
 
 
 def check_choices(choices: Workload, device: torch.device) -> None:

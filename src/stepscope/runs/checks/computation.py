@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from stepscope.core.answer import Finding, error, note, warning
 from stepscope.core.errors import printable
 from stepscope.core.evidence import KernelTotal, ProfiledStep
-from stepscope.core.parts import ATTENTIONS, AUTO, PARTS, Part, calls_in_forward
+from stepscope.core.parts import ATTENTIONS, AUTO, PARTS, Part, calls_in_forward, is_users
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
@@ -270,7 +270,7 @@ def attention_mismatch(run: Run) -> Iterator[Finding]:
     """[27] The attention that ran, against the one asked for."""
     workload, evidence = run.workload, run.evidence
     wanted = evidence.attention or workload.attention
-    if wanted is None or wanted == AUTO or evidence.operators is None:
+    if wanted is None or wanted == AUTO or is_users(wanted) or evidence.operators is None:
         return
     record = ATTENTIONS[wanted]
     calls, whole = _forward_calls(run)

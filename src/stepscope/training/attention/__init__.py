@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stepscope.core.attention_support import attention_of, fault_here
-from stepscope.core.parts import ATTENTIONS, Attention
+from stepscope.core.parts import ATTENTIONS, Attention, is_users
 from stepscope.core.workloads import TextbookWorkload
 
 
@@ -35,6 +35,8 @@ class AttentionFunction(Protocol):
 
 def implementation(name: Attention) -> AttentionFunction:
     """The function of this name. It does not check its tensors. The name is not `auto`."""
+    if is_users(name):
+        return importlib.import_module("stepscope.training.user_functions").users_part("attention", name)
     module, _, function = ATTENTIONS[name].function.partition(":")
     # Imported only when it is called: FlexAttention takes half a second, and the kernels need Triton.
     return getattr(importlib.import_module(module), function)

@@ -25,6 +25,7 @@ the sizes of the results is filled with NaN and given back, so that what a kerne
 inputs there is NaN too: who reads beside them is seen, and who writes there.
 """
 
+import functools
 import itertools
 import math
 import zlib
@@ -33,6 +34,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -46,8 +48,15 @@ from stepscope.core.attention_call import (
     TensorError,
 )
 from stepscope.core.attention_support import find_fault
-from stepscope.core.errors import InputError, named_line
-from stepscope.core.parts import ATTENTIONS, Attention, AttentionCall, TensorDtype
+from stepscope.core.errors import GateFailure, InputError, named_line
+from stepscope.core.parts import (
+    ATTENTIONS,
+    CONVENTIONS,
+    Attention,
+    AttentionCall,
+    TensorDtype,
+    is_users,
+)
 from stepscope.kernels.documents import document_bounds
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
 from stepscope.training.attention.inputs import TORCH_DTYPES
@@ -55,11 +64,13 @@ from stepscope.training.attention.pytorch import sdpa
 from stepscope.training.attention.written_out import chunked, for_all_heads, reference
 from stepscope.training.judging import (
     ROW_UNITS,
+    SUM_UNITS,
     Call,
     Watched,
     WrongKind,
     allowed_errors,
     attempt,
+    check_gradients,
     nan_around,
     poison,
     relative_errors,
@@ -304,6 +315,7 @@ _TENSORS: dict[str, Literal["out", "dq", "dk", "dv"]] = {
     "gradient of v": "dv",
 }
 """Results of a call, and what a verdict calls them."""
+_UNKNOWN = "twice as far as others, for rounding that nobody says of it"
 _ROUNDED = "twice as far as others, four times sdpa's error, for rounding scores and weights to 16 bits"
 _CUT_OFF = "twice as far as on a GPU, where bf16 is rounded: Triton's interpreter cuts numbers off"
 _GROUPED = (
@@ -343,10 +355,12 @@ def check_attention_matrix(
     seed: int = 0,
     repeat: bool = False,
     functions: dict[Attention, AttentionFunction] | None = None,
+    backward: bool = True,
 ) -> tuple[GateReport, ...]:
     """Run the gate on several implementations with the same numbers; one report each, in the order of `names`.
 
-    repeat: run each call twice, and report whether the bits are equal. torch.OutOfMemoryError is not caught: a device
+    repeat: run each call twice, and report whether the bits are equal. backward: whether gradients are judged, where an
+    implementation has them. torch.OutOfMemoryError is not caught: a device
     that is too small is no fault of an implementation.
     """
     if "fp64" in dtypes:
@@ -357,7 +371,7 @@ def check_attention_matrix(
             case = _Case.make(shape, dtype, device, seed)
             for name in names:
                 function = (functions or {}).get(name)
-                verdicts[name].append(case.judge(name, function, repeat=repeat))
+                verdicts[name].append(case.judge(name, function, repeat=repeat, backward=backward))
     return tuple(
         GateReport(implementation=name, device=str(device), seed=seed, verdicts=tuple(verdicts[name])) for name in names
     )
@@ -416,7 +430,9 @@ class _Case:
             sdpa=worst,
         )  # fmt: skip
 
-    def judge(self, name: Attention, function: AttentionFunction | None, *, repeat: bool) -> AttentionVerdict:
+    def judge(
+        self, name: Attention, function: AttentionFunction | None, *, repeat: bool, backward: bool = True
+    ) -> AttentionVerdict:
         """The verdict on this call. function: judged in place of the implementation of this name, where that runs."""
         of_call = partial(AttentionVerdict, dtype=self.dtype, shape=self.shape)
         yardsticks = (
@@ -424,10 +440,13 @@ class _Case:
             *([_BLURRED] if self._is_blurred else []),
         )
         verdict = partial(of_call, allowance=self._allowance(name), yardsticks=yardsticks)
-        backward = True
+        if is_users(name) and self.shape.causal and self.shape.queries != self.shape.keys:
+            return of_call(
+                outcome="not supported", reason="is not judged where causal lengths differ: no step has such"
+            )
         if function is not None:
             reason = ATTENTIONS[name].fault_of_scores(self._supported(backward=True))
-        elif reason := find_fault(name, self._supported(backward=True), here=fault_of_device):
+        elif reason := find_fault(name, self._supported(backward=backward), here=fault_of_device):
             backward = False
             reason = find_fault(name, self._supported(backward=False), here=fault_of_device)
         if reason:
@@ -441,7 +460,8 @@ class _Case:
         watched: dict[str, Watched] = dict(zip(("q", "k", "v", "the output's gradient"), self.given, strict=True))
         done = attempt(run, watched, twice=repeat)
         if done.raised is not None and not isinstance(done.raised, WrongKind):
-            return verdict(outcome="failed", reason=named_line(done.raised))
+            # What a user's function refuses it need not take, but on the shape of its step (`require_users_attention`).
+            return verdict(outcome="not supported" if is_users(name) else "failed", reason=named_line(done.raised))
         due = list(self.exact)[: None if backward else 1]
         wrong = f"it writes to {', '.join(done.written)}, which are the caller's" if done.written else ""
         wrong = wrong or (self._wrong_kind(done.raised) if done.raised is not None else "")
@@ -462,6 +482,8 @@ class _Case:
 
     def _allowance(self, name: Attention) -> str:
         """Why this implementation may be off twice as far as others; empty where it may not."""
+        if is_users(name):
+            return _UNKNOWN
         if self._rounds_scores(name):
             return _ROUNDED
         cuts_off = ATTENTIONS[name].compiler == "triton" and not self.given[0].tensor.is_cuda and self.dtype == "bf16"
@@ -504,7 +526,8 @@ class _Case:
             made_in = tensor.dtype if self._rounds_scores(name) else torch.float32
             blur = BLUR * torch.finfo(made_in).eps / 2 * self.largest_score
         slack = 2.0 if self._allowance(name) else 1.0
-        allowed, row_allowed = allowed_errors(sdpa_errors, unit, slack=slack, blur=blur)
+        sums = SUM_UNITS * torch.finfo(torch.float32).eps / 2 if is_users(name) else 0.0
+        allowed, row_allowed = allowed_errors(sdpa_errors, unit, slack=slack, blur=blur, sums=sums)
         return TensorError(
             tensor=_TENSORS[result],
             error=error if math.isfinite(error) else None,
@@ -560,3 +583,69 @@ def _terms(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[str, float
         "gradient of k": for_scores * size_q * math.sqrt(k.numel()),
         "gradient of v": size_gradient * math.sqrt(k.numel()),
     }
+
+
+# A user's function, before a step runs it.
+
+
+_OF_USERS: tuple[tuple[int, Numbers, Layout], ...] = (
+    (1, "normal", "contiguous"), (17, "rising", "transposed"), (64, "normal", "contiguous"),
+    (65, "falling", "transposed"), (127, "offset", "strided"), (203, "normal", "transposed"),
+)  # fmt: skip
+"""Lengths, scores and layouts on which a user's function is judged beside the shape of its step."""
+_LONGEST_JUDGED = {"cuda": 4096, "cpu": 512}
+
+
+@functools.cache
+def require_users_attention(
+    name: Attention, dtype: TensorDtype, device: torch.device, step: AttentionShape, *, backward: bool
+) -> str:
+    """What was seen of a user's attention, in a sentence; raises GateFailure where it is wrong, or does not take the
+    shape of its step, of which few heads and batches are judged."""
+    called = implementation(name)  # a file that is not there, or a function of something else, is no wrong result
+    group = step.heads // step.key_heads
+    key_heads = min(step.key_heads, 2)
+    length = min(step.queries, _LONGEST_JUDGED.get(device.type, 512))
+    few = msgspec.structs.replace(
+        step, batch=min(step.batch, 2), heads=group * key_heads, key_heads=key_heads, queries=length, keys=length,
+        layout="transposed",
+    )  # fmt: skip
+    beside = [
+        msgspec.structs.replace(few, queries=size, keys=size, numbers=numbers, layout=layout)
+        for size, numbers, layout in _OF_USERS
+        if size != length
+    ]
+    judge = functools.partial(
+        check_attention_matrix, (name,), device=device, dtypes=(dtype,), repeat=True, backward=backward
+    )
+    report = judge(shapes=(few,))[0]
+    first = report.verdicts[0]
+    with torch.compiler.set_stance("force_eager"):  # what is compiled is so for its step alone, which takes long enough
+        verdicts = (first, *judge(shapes=beside)[0].verdicts)
+    report = msgspec.structs.replace(report, verdicts=verdicts)
+    if not report.failures and first.outcome != "passed":
+        raise GateFailure(f"attention {name} fails {first.sentence}; it is called as {CONVENTIONS['attention']}")
+    report.require()
+    passed = sum(each.outcome == "passed" for each in report.verdicts)
+    words = [f"attention {name} is right in {passed} of {len(report.verdicts)} calls beside float64"]
+    refused = [str(each.shape.queries) for each in report.verdicts if each.outcome != "passed"]
+    if refused:
+        words.append(f"it refuses lengths {', '.join(refused)}")
+    if any(each.repeats is False for each in report.verdicts):
+        words.append("the same call gives other bits")
+    if backward:
+        run = functools.partial(called, causal=True)
+        exact = functools.partial(reference, causal=True)
+        size = (1, 1, 16, step.head_dim)
+        with torch.compiler.set_stance("force_eager"):
+            passes, why = check_gradients(run, exact, draw_small(size, size, size, device=device))
+        if passes is False:
+            raise GateFailure(f"attention {name} is wrong: {why}, of q, k and v {size}")
+        words.append("gradcheck passes in float64" if passes else f"gradcheck is left out, since it {why}")
+    return "; ".join(words)
+
+
+def draw_small(*sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Normal numbers of these sizes, the same again."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(b"gradcheck"))
+    return [torch.randn(tuple(size), generator=generator, device=device, dtype=torch.float64) for size in sizes]

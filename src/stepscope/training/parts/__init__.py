@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from stepscope.core.parts import PARTS, Kernels, Part, check_parts
+from stepscope.core.parts import PARTS, Kernels, Part, check_parts, is_users
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workloads import TextbookWorkload
 
@@ -44,6 +44,8 @@ REFERENCE_PARTS = Parts()
 
 def part_function(part: Part, name: Kernels) -> Any:
     """The function that computes a part; None for the reference."""
+    if is_users(name):
+        return importlib.import_module("stepscope.training.user_functions").users_part(part, name)
     module, _, function = PARTS[part][name].function.partition(":")
     # Imported only when it is called: the kernels need Triton.
     return getattr(importlib.import_module(module), function) if module else None

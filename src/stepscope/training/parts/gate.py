@@ -11,23 +11,30 @@ Inputs lie in memory that is NaN around them, and memory of the results' sizes i
 reads beside its input is seen, and who leaves a number unwritten.
 """
 
+import functools
 import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stepscope.core.errors import InputError, named_line
-from stepscope.core.parts import PARTS, Kernels, Part, TensorDtype
+from stepscope.core.attention_call import AttentionShape
+from stepscope.core.errors import GateFailure, InputError, named_line
+from stepscope.core.parts import CONVENTIONS, PARTS, Kernels, Part, TensorDtype, is_users
+from stepscope.core.precisions import PRECISIONS
+from stepscope.core.workloads import TextbookWorkload
+from stepscope.recording.device import is_out_of_memory
+from stepscope.recording.precision import matmul_precision
+from stepscope.training.attention.gate import require_users_attention
 from stepscope.training.attention.inputs import TORCH_DTYPES
-from stepscope.training.judging import compare, interpreter_slack
+from stepscope.training.judging import check_gradients, compare, interpreter_slack
 from stepscope.training.parts import formulas, part_function
 
 EPSILON = 1e-5
@@ -44,6 +51,8 @@ class PartCase:
     sizes: tuple[int, ...]
     strided: bool = False
     """Whether tensors are views of larger ones; of rope, as heads of a projection lie."""
+    ignored: bool = True
+    """Whether one target of a loss is IGNORED."""
 
     @property
     def width(self) -> int:
@@ -107,6 +116,8 @@ class PartVerdict:
     """By result: its relative error, and the one that is allowed."""
     repeats: bool | None = None
     """Whether a second call gave the same bits; None where it was not run."""
+    refused: bool = False
+    """Whether a user's function raised an error instead."""
 
 
 def check_part(
@@ -115,27 +126,45 @@ def check_part(
     dtypes: Sequence[TensorDtype],
     device: torch.device,
     function: Function | None = None,
+    *,
+    backward: bool = True,
+    frozen_too: bool = True,
 ) -> list[PartVerdict]:
-    """Run the gate. function: judged in place of the implementation of this name."""
-    return [_judge(name, case, dtype, device, function) for dtype in dtypes for case in cases]
+    """Run the gate. function: judged in place of the implementation of this name. backward: whether gradients are.
+    frozen_too: whether the calls with frozen inputs are made."""
+    how = {"backward": backward, "frozen_too": frozen_too}
+    return [_judge(name, case, dtype, device, function, **how) for dtype in dtypes for case in cases]
 
 
 def _judge(
-    name: Kernels, case: PartCase, dtype: TensorDtype, device: torch.device, function: Function | None
+    name: Kernels,
+    case: PartCase,
+    dtype: TensorDtype,
+    device: torch.device,
+    function: Function | None,
+    *,
+    backward: bool,
+    frozen_too: bool,
 ) -> PartVerdict:
     fault = PARTS[case.part][name].fault(device.type, dtype, case.width)
     if function is None and fault is not None:
         return PartVerdict(name=name, case=case, dtype=dtype, passed=False, reason=f"not run: {fault}")
     called = function or part_function(case.part, name) or _WRITTEN_OUT[case.part]
     inputs = _Inputs(case, TORCH_DTYPES[dtype], device)
-    exact = inputs.run(_WRITTEN_OUT[case.part], torch.float64)
-    plain = inputs.run(_WRITTEN_OUT[case.part])
+    none = () if backward else tuple(range(len(inputs.tensors)))
+    exact = inputs.run(_WRITTEN_OUT[case.part], torch.float64, frozen=none)
+    plain = inputs.run(_WRITTEN_OUT[case.part], frozen=none)
     # Memory of the results' sizes is filled with NaN and freed, so that the next allocations may get it.
     blocks = [torch.full_like(tensor, math.nan) for tensor in plain.values() for _ in range(2)]
     del blocks
     overwrites = PARTS[case.part][name].overwrites
-    found = inputs.run(called, copied=overwrites)
-    again = inputs.run(called, copied=overwrites)
+    try:
+        found = inputs.run(called, copied=overwrites, frozen=none)
+    except Exception as error:
+        if not is_users(name) or is_out_of_memory(error):
+            raise
+        return PartVerdict(name=name, case=case, dtype=dtype, passed=False, refused=True, reason=named_line(error))
+    again = inputs.run(called, copied=overwrites, frozen=none)
     same = all(torch.equal(now, before) for now, before in zip(inputs.tensors, inputs.before, strict=True))
     reason = "" if same else "it writes to its inputs"
     reason = reason or next(
@@ -152,12 +181,13 @@ def _judge(
     if reason:
         return PartVerdict(name=name, case=case, dtype=dtype, passed=False, reason=reason)
     unit = torch.finfo(TORCH_DTYPES[dtype]).eps / 2
-    slack = interpreter_slack(TORCH_DTYPES[dtype], device.type)
+    # Nobody says of a user's function which intermediate results it rounds.
+    slack = interpreter_slack(TORCH_DTYPES[dtype], device.type) * (2.0 if is_users(name) else 1.0)
     errors, reason = compare(exact, plain, found, dict.fromkeys(exact, unit), slack)
     # The inputs to freeze together, by number: each proper subset but the empty one.
     numbers = range(len(inputs.tensors))
     subsets = [each for size in numbers[1:] for each in itertools.combinations(numbers, size)]
-    for frozen in () if reason else subsets:
+    for frozen in subsets if backward and frozen_too and not reason else ():
         of_rest = inputs.run(called, copied=overwrites, frozen=frozen)
         due = {result: right for result, right in exact.items() if result not in {f"gradient {i}" for i in frozen}}
         why = next((f"{result} is missing" for result in due if result not in of_rest), "")
@@ -211,11 +241,23 @@ class _Inputs:
             rows, width, vocabulary = case.sizes
             self.tensors = [normal(rows, width), normal(vocabulary, width, strided=False)]
             targets = torch.randint(vocabulary, (rows,), generator=generator, device=device)
-            targets[rows // 2] = IGNORED
+            if case.ignored:
+                targets[rows // 2] = IGNORED
             self.rest = (targets,)
             gradients = [()]
         self.gradients = [torch.randn(shape, generator=generator, device=device) for shape in gradients]
         self.before = [tensor.clone() for tensor in self.tensors]
+
+    def bound(self, function: Function) -> Function:
+        """The function of the call's tensors alone, in float64."""
+        rest = [t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for t in self.rest]
+
+        def call(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+            if self._part == "norm" and len(tensors) == 2:
+                return function(tensors[0], None, tensors[1], EPSILON)[1]
+            return function(*tensors, *rest)
+
+        return call
 
     def run(
         self, function: Function, dtype: torch.dtype | None = None, *, copied: bool = False, frozen: Sequence[int] = ()
@@ -244,6 +286,76 @@ _WRITTEN_OUT: dict[Part, Function] = {
     "loss": formulas.linear_cross_entropy,
 }
 """Each part in PyTorch's operators: the judge in float64, and the measure of what a dtype can."""
+
+
+# A user's functions, before a step runs them.
+
+
+def require_users(workload: TextbookWorkload, device: torch.device) -> list[str]:
+    """What was seen of a user's functions that a step runs, a sentence each. Raises GateFailure for one that is wrong,
+    and InputError for one that cannot be called."""
+    config, precision = workload.model, PRECISIONS[workload.dtype]
+    tensors, backward, found = precision.tensors, workload.phase != "forward", list[str]()
+    with matmul_precision("fp32"):
+        if is_users(workload.attention):
+            step = AttentionShape(
+                batch=workload.batch_size, heads=config.heads, key_heads=config.key_heads, queries=workload.seq_len,
+                keys=workload.seq_len, head_dim=config.head_dim, causal=True,
+            )  # fmt: skip
+            found.append(require_users_attention(workload.attention, tensors, device, step, backward=backward))
+        rows = min(workload.tokens, _MOST_ROWS.get(device.type, 64))
+        length = min(workload.seq_len, rows)
+        sizes: dict[Part, tuple[int, ...]] = {
+            "norm": (rows, config.d_model, 1),
+            "rope": (min(workload.batch_size, 2), config.heads, config.key_heads, length, config.head_dim),
+            "mlp": (rows, config.d_ff),
+            "loss": (rows, config.d_model, config.vocabulary),
+        }
+        for part, name in workload.parts.items():
+            if is_users(name):
+                # A norm takes the residual stream, whose dtype autocast does not change.
+                dtype = "fp32" if part == "norm" and precision.residual == 4 else tensors
+                case = PartCase(part, sizes[part], strided=part == "rope", ignored=False)
+                found.append(require_users_part(name, case, dtype, device, backward=backward))
+    return found
+
+
+_MOST_ROWS = {"cuda": 2048, "cpu": 64}
+
+
+@functools.cache
+def require_users_part(
+    name: Kernels, step: PartCase, dtype: TensorDtype, device: torch.device, *, backward: bool = True
+) -> str:
+    """What was seen of a user's function, in a sentence; raises GateFailure where it is wrong, or does not take the
+    sizes of its step."""
+    part = step.part
+    called = part_function(part, name)  # a file that is not there, or a function of something else, is no wrong result
+    beside = [replace(case, ignored=step.ignored) for case in SMALL_CASES if case.part == part]
+    verdicts = check_part(name, (step,), (dtype,), device, backward=backward, frozen_too=False)
+    with torch.compiler.set_stance("force_eager"):  # what is compiled is so for its step alone, which takes long enough
+        verdicts += check_part(name, beside, (dtype,), device, backward=backward)
+    wrong = next((each for each in verdicts if not each.passed and not (each.refused and each.case != step)), None)
+    if wrong is not None:
+        raise GateFailure(
+            f"{part} {name} is wrong, so that no time of it is shown: ({wrong.case}) in {dtype}: {wrong.reason}; it is "
+            f"called as {CONVENTIONS[part]}"
+        )
+    passed = sum(each.passed for each in verdicts)
+    words = [f"{part} {name} is right in {passed} of {len(verdicts)} calls beside float64"]
+    words += [f"it refuses {each.case} ({each.reason})" for each in verdicts if each.refused]
+    if any(each.repeats is False for each in verdicts):
+        words.append("the same call gives other bits")
+    if not backward:
+        return "; ".join(words)
+    inputs = _Inputs(replace(beside[0], ignored=step.ignored), torch.float64, device)
+    run, exact = (inputs.bound(each) for each in (called, _WRITTEN_OUT[part]))
+    with torch.compiler.set_stance("force_eager"):
+        passes, why = check_gradients(run, exact, inputs.tensors)
+    if passes is False:
+        raise GateFailure(f"{part} {name} is wrong: {why}, of {beside[0]}")
+    words.append("gradcheck passes in float64" if passes else f"gradcheck is left out, since it {why}")
+    return "; ".join(words)
 
 
 # Holds a module against its replacement, forward and backward, on random numbers, by the bounds of the gate.

@@ -1,18 +1,23 @@
-"""Runs a user's code, handles its batches, and describes its module.
+"""Finds and runs a user's code, handles its batches, and describes its module.
 
 Whatever the code raises becomes one line, and what it prints does not go to our stdout. A batch is one tensor, or
 tensors nested in tuples, lists and dicts.
 """
 
 import contextlib
+import difflib
 import functools
 import hashlib
+import importlib
+import importlib.util
 import inspect
 import itertools
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,6 +46,107 @@ def user_errors(what: str) -> Iterator[None]:
 def printed_to_stderr() -> contextlib.AbstractContextManager[object]:
     """While open, what Python code prints goes to stderr: stdout is for our result."""
     return contextlib.redirect_stdout(sys.stderr)
+
+
+# Finds a user's factory, or function, by its name.
+#
+# `package.module:factory` is imported as `python -m` would, also from the current directory. `path/file.py:factory` is
+# loaded from its file, with its folder on the path of imports, under a name of its own: what stands behind
+# `if __name__ == "__main__"` does not run.
+
+
+HOW_TO_NAME = "write package.module:factory or path/file.py:factory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factory:
+    """The object that `--module` names: a function to call, or a module or a step."""
+
+    spelled: str
+    target: Any
+
+    @property
+    def is_called(self) -> bool:
+        """Whether it is called for its result. A module or a step is taken as it is."""
+        return callable(self.target) and not isinstance(self.target, nn.Module)
+
+    @property
+    def file(self) -> Path | None:
+        """The file that defines it."""
+        try:
+            return Path(inspect.getsourcefile(self.target) or "").resolve()
+        except (TypeError, OSError):
+            home = sys.modules.get(str(getattr(type(self.target), "__module__", "")))
+            return Path(home.__file__) if home is not None and home.__file__ else None
+
+
+def find_factory(spelled: str) -> Factory:
+    """Import what `--module` names. Raises InputError that says what is missing, with the nearest names."""
+    place, _, name = spelled.rpartition(":")
+    if not (place and name):
+        raise InputError(f"--module {spelled!r}: {HOW_TO_NAME}; a model of Hugging Face is named by its config.json")
+    with printed_to_stderr():
+        if place.endswith(".py"):
+            home = _from_file(Path(place), spelled)
+        else:
+            _import_also_from(Path.cwd())
+            with user_errors(f"--module {spelled} cannot be imported"):
+                home = importlib.import_module(place)
+    target: Any = home
+    for part in name.split("."):
+        if not hasattr(target, part):
+            home_name = getattr(target, "__name__", "")
+            factories = [  # that the file itself defines
+                key
+                for key, value in getattr(target, "__dict__", {}).items()
+                if not key.startswith("_") and callable(value) and getattr(value, "__module__", None) == home_name
+            ]
+            near = difflib.get_close_matches(part, factories, n=3) or factories[:6]
+            raise InputError(f"--module {spelled}: {place} has no {name!r}{_there_is(near)}")
+        target = getattr(target, part)
+    return Factory(spelled=spelled, target=target)
+
+
+def _from_file(file: Path, spelled: str) -> ModuleType:
+    if not file.is_file():
+        there = "is a directory" if file.is_dir() else "is not there"
+        near = difflib.get_close_matches(file.name, [other.name for other in file.parent.glob("*.py")], n=3)
+        raise InputError(f"--module {spelled}: {file} {there}{_there_is(near)}")
+    file = file.resolve()
+    _import_also_from(file.parent)
+    # Classes and pickles look for their module by its name, so the file gets the one that its neighbours import it by,
+    # unless that is another module's.
+    name = file.stem if file.stem.isidentifier() and _is_free(file.stem, file) else f"own_{abs(hash(str(file)))}"
+    specification = importlib.util.spec_from_file_location(name, file)
+    assert specification is not None and specification.loader is not None
+    home = importlib.util.module_from_spec(specification)
+    sys.modules[name] = home
+    try:
+        with user_errors(f"--module {spelled} cannot be loaded"):
+            specification.loader.exec_module(home)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return home
+
+
+def _is_free(name: str, file: Path) -> bool:
+    """Whether this name is the file's own, and not that of a library or of a module that is loaded already."""
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        return getattr(loaded, "__file__", None) == str(file)
+    specification = importlib.util.find_spec(name)
+    return specification is None or specification.origin == str(file)
+
+
+def _import_also_from(folder: Path) -> None:
+    """Import modules from this folder too, from now on, as a script in it would. Forward may import some later."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _there_is(names: Sequence[str]) -> str:
+    return f"; there is {', '.join(names)}" if names else ""
 
 
 # The batches of a user's own model.

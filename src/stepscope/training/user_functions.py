@@ -1,0 +1,252 @@
+"""A user's functions found by name, and called as attention, norm, rope, mlp or loss as their signatures have it.
+
+`core/parts.py` has the conventions (`CONVENTIONS`). A class of `torch.autograd.Function` is called by its `apply`, a
+class of modules is made once, and a function without parameters makes the function. Whether it computes what it should
+is for the gates (`attention/gate.py`, `parts/gate.py`).
+"""
+
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from stepscope.core.errors import InputError, named_line
+from stepscope.core.files import code_digest, code_file
+from stepscope.core.parts import CONVENTIONS, user_function
+from stepscope.kernels.operators import autocast_dtype
+from stepscope.training.user_module.user_code import find_factory, printed_to_stderr, user_errors
+
+Function = Callable[..., Any]
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "causal": ("causal", "is_causal"),
+    "scale": ("scale", "softmax_scale", "sm_scale"),
+    "gqa": ("enable_gqa", "gqa"),
+    "eps": ("eps", "epsilon", "variance_epsilon"),
+}
+"""What functions call the arguments that are no tensors."""
+
+
+def find_object(spelled: str, option: str) -> Any:
+    """The object that `path/file.py:name`, `package.module:name` or `package.module.name` names. Raises InputError that
+    says what is missing."""
+    if ":" in spelled:
+        try:
+            return find_factory(spelled).target
+        except InputError as error:
+            raise InputError(str(error).replace("--module ", f"{option} ", 1)) from error
+    if spelled.endswith(".py"):
+        raise InputError(f"{option} {spelled} names a file and no function in it: write {spelled}:NAME")
+    place, dot, name = spelled.rpartition(".")
+    if not dot or not place:
+        raise InputError(f"{option} {spelled!r}: write path/file.py:name, package.module:name or package.module.name")
+    try:
+        home = importlib.import_module(place)
+    except Exception as error:  # a package may raise anything when it is imported
+        raise InputError(f"{option} {spelled}: {place} cannot be imported: {named_line(error)}") from error
+    if not hasattr(home, name):
+        raise InputError(f"{option} {spelled}: {place} has no {name}")
+    return getattr(home, name)
+
+
+@functools.cache
+def users_part(part: str, name: str) -> Function:
+    """The function that this names, called as stepscope calls its own for this part.
+
+    Raises InputError where it cannot be loaded, is another file's than was named, or takes something else.
+    """
+    spelled, digest = user_function(name)
+    file = code_file(spelled.rpartition(":")[0])
+    if digest and (file is None or code_digest(file)[:8] != digest):
+        raise InputError(
+            f"{part} {name}: {file or spelled} has changed since it was named, or is not there: name {spelled}"
+        )
+    return _ADAPTERS[part](_Target.of(find_object(spelled, f"--{part}"), part, spelled))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Target:
+    """What a user named, ready to be called, and the parameters that it says it has."""
+
+    part: str
+    spelled: str
+    call: Function
+    parameters: Mapping[str, inspect.Parameter] | None
+    """By name; None where it does not say, as a function written in C."""
+    by_place: bool
+    """Whether arguments have no names, as those of `torch.autograd.Function.apply`."""
+
+    @classmethod
+    def of(cls, target: Any, part: str, spelled: str) -> "_Target":
+        make = functools.partial(cls, part=part, spelled=spelled)
+        if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+            own = [*inspect.signature(target.forward).parameters.items()]
+            has_context = target.setup_context is torch.autograd.Function.setup_context
+            return make(call=target.apply, parameters=dict(own[1:] if has_context else own), by_place=True)
+        if isinstance(target, type) and issubclass(target, nn.Module):
+            if part == "norm":
+                return make(call=_by_modules(target), parameters=None, by_place=False)
+            with printed_to_stderr(), user_errors(f"{part} {spelled} cannot be made without arguments"):
+                target = target()
+        if isinstance(target, nn.Module) and any(True for _ in target.parameters()):
+            raise InputError(f"{part} {spelled} has parameters of its own: {CONVENTIONS[part]}")
+        if not callable(target):
+            raise InputError(f"{part} {spelled} is {type(target).__name__}, which cannot be called")
+        parameters = _parameters(target.forward if isinstance(target, nn.Module) else target)
+        if parameters is not None and not parameters and inspect.isfunction(target):
+            with printed_to_stderr(), user_errors(f"{part} {spelled} fails"):
+                return cls.of(target(), part, spelled)
+        return make(call=target, parameters=parameters, by_place=False)
+
+    def named(self, what: str) -> str | None:
+        """What it calls this argument; None where it has none."""
+        names = ALIASES[what]
+        return names[-1] if self.parameters is None else next((one for one in names if one in self.parameters), None)
+
+    @property
+    def required(self) -> list[str]:
+        """The parameters that must be given, in order."""
+        return [name for name, one in (self.parameters or {}).items() if one.default is one.empty]
+
+    def check(self, least: int, most: int, known: Sequence[str | None] = ()) -> None:
+        """Raise InputError unless it can be called with so many tensors, and with the arguments that are `known`."""
+        if self.parameters is None:
+            return
+        needed = [name for name in self.required if name not in known]
+        if len(self.parameters) < least or len(needed) > most:
+            takes = ", ".join(self.parameters)
+            raise InputError(f"{self.part} {self.spelled} takes ({takes}): write {CONVENTIONS[self.part]}")
+
+    def run(self, *tensors: Tensor, **more: Any) -> Any:
+        """Call it; `more` by the names that it has for them."""
+        if not self.by_place:
+            return self.call(*tensors, **more)
+        rest = [(name, one) for name, one in (self.parameters or {}).items()][len(tensors) :]
+        return self.call(*tensors, *(more.get(name, one.default) for name, one in rest))
+
+
+def _parameters(function: Function) -> dict[str, inspect.Parameter] | None:
+    try:
+        found = dict(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in found.values()):
+        return None
+    return found
+
+
+def _attention(target: _Target) -> Function:
+    """A user's attention, called by q, k, v, causal, scale and window."""
+    of_causal, of_scale, of_gqa = map(target.named, ("causal", "scale", "gqa"))
+    if of_causal is None and len(target.required) == 4:
+        of_causal = target.required[3]
+    if target.parameters is None:  # PyTorch's own says it in its documentation
+        of_scale = of_gqa = None
+    target.check(3, 3, (of_causal, of_scale, of_gqa))
+
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+    ) -> Tensor:
+        more: dict[str, Any] = {}
+        if of_causal is not None:
+            more[of_causal] = causal
+        elif not causal:
+            raise InputError("has no argument causal: it is taken to be causal")
+        if window is not None:
+            raise InputError("takes no sliding window")
+        if of_scale is not None:
+            more[of_scale] = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        elif scale is not None:
+            raise InputError("has no argument scale")
+        if of_gqa is not None:
+            more[of_gqa] = q.shape[1] != k.shape[1]
+        elif q.shape[1] != k.shape[1]:
+            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+        return target.run(q, k, v, **more)
+
+    return attention
+
+
+def _norm(target: _Target) -> Function:
+    of_eps = target.named("eps")
+    target.check(2, 2 if of_eps is not None else 3, (of_eps,))
+    third = of_eps is None and len(target.parameters or ()) > 2
+
+    def norm(
+        x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x + branch, or x without a branch, and its RMSNorm, in this dtype where one is given."""
+        x = x if branch is None else x + branch
+        if target.parameters is None or third:
+            y = target.call(x, weight, epsilon)
+        else:
+            y = target.run(x, weight, **({of_eps: epsilon} if of_eps is not None else {}))
+        return x, y if dtype is None else y.to(dtype)
+
+    return norm
+
+
+def _by_modules(module_class: type[nn.Module]) -> Function:
+    """A class of norms as a function: a module for each width, with the weight and epsilon of the call."""
+    made: dict[int, tuple[nn.Module, str]] = {}
+
+    def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        width = x.shape[-1]
+        if width not in made:
+            module = module_class(width)
+            names = [name for name, _ in module.named_parameters()]
+            if len(names) != 1:
+                raise InputError(f"{module_class.__name__} has {len(names)} parameters, and a norm one: its weight")
+            for name in ALIASES["eps"]:
+                if isinstance(getattr(module, name, None), float):
+                    setattr(module, name, epsilon)
+            made[width] = module, names[0]
+        module, name = made[width]
+        return functional_call(module, {name: weight}, (x,))
+
+    return norm
+
+
+def _rope(target: _Target) -> Function:
+    target.check(3, 4)
+    apart = len(target.required) == 3
+
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys with each pair of halves turned by its position's angle."""
+        tables = cos[: q.shape[2]].to(q.dtype), sin[: q.shape[2]].to(q.dtype)
+        return (target.call(q, *tables), target.call(k, *tables)) if apart else target.call(q, k, *tables)
+
+    return rotated
+
+
+def _mlp(target: _Target) -> Function:
+    target.check(2, 2)
+    return target.call
+
+
+def _loss(target: _Target) -> Function:
+    target.check(2, 3)
+    with_head = len(target.required) == 3
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy of softmax(x weight^T) with the targets."""
+        if with_head:
+            dtype = autocast_dtype(x)
+            return target.call(x.to(dtype).flatten(0, -2), weight.to(dtype), targets.flatten())
+        mean = target.call(F.linear(x, weight).flatten(0, -2), targets.flatten())
+        return mean.to(torch.promote_types(mean.dtype, torch.float32))
+
+    return loss
+
+
+_ADAPTERS: dict[str, Callable[[_Target], Function]] = {
+    "attention": _attention, "norm": _norm, "rope": _rope, "mlp": _mlp, "loss": _loss,
+}  # fmt: skip

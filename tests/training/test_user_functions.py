@@ -1,0 +1,240 @@
+"""A user's functions as parts of a step: found, called by their conventions, and judged before a step runs them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stepscope.core.errors import GateFailure, InputError
+from stepscope.core.model_config import configure
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel
+from stepscope.training.attention import implementation
+from stepscope.training.parts import part_function
+from stepscope.training.parts.gate import require_users
+from tests.command import stepscope
+
+WRITTEN = '''
+import math, torch
+import torch.nn.functional as F
+
+def right(q, k, v, causal):
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    return scores.softmax(-1) @ v
+
+def in_tiles(q, k, v, is_causal=False, tile=16):
+    """Drops the keys of the last tile where it is not whole: wrong at lengths that no tile divides."""
+    whole = q.shape[-2] // tile * tile or q.shape[-2]
+    scores = q @ k[..., :whole, :].mT / math.sqrt(q.shape[-1])
+    hidden = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)[:, :whole]
+    return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[..., :whole, :]
+
+def whole_tiles(q, k, v, is_causal=False):
+    if q.shape[-2] % 16:
+        raise ValueError("lengths are multiples of 16")
+    return right(q, k, v, is_causal)
+
+def norm(x, weight, eps):
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+class Norm(torch.nn.Module):
+    def __init__(self, width, eps=1e-3):
+        super().__init__()
+        self.scale, self.eps = torch.nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.scale
+
+class WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gate, up = ctx.saved_tensors
+        return gradient * up, gradient * F.silu(gate)
+
+def rope(x, cos, sin):
+    first, second = x.chunk(2, -1)
+    return x * cos + torch.cat([-second, first], -1) * sin
+
+@torch.compile
+def swiglu(gate, up):
+    return F.silu(gate) * up
+
+def make_swiglu():
+    return swiglu
+
+def loss(logits, targets):
+    return -logits.log_softmax(-1).gather(-1, targets[:, None]).mean()
+
+def summed(logits, targets):
+    return F.cross_entropy(logits, targets, reduction="sum")
+
+def in_place(gate, up):
+    return up.mul_(F.silu(gate))
+
+def one(x):
+    return x
+'''
+
+TRITON = """
+import math, torch, triton
+import triton.language as tl
+
+@triton.jit
+def normalise(x, w, y, r, width, eps, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = at < width
+    numbers = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = 1 / tl.sqrt(tl.sum(numbers * numbers, axis=0) / width + eps)
+    tl.store(r + row, inverse)
+    tl.store(y + row * width + at, numbers * inverse * tl.load(w + at, mask=inside, other=0.0), mask=inside)
+
+class Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        rows = x.contiguous().view(-1, x.shape[-1])
+        y, r = torch.empty_like(rows), torch.empty(len(rows), device=x.device)
+        normalise[(len(rows),)](rows, weight, y, r, rows.shape[1], eps, BLOCK=triton.next_power_of_2(rows.shape[1]))
+        ctx.save_for_backward(x, weight, r)
+        return y.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, r = ctx.saved_tensors
+        r = r.view(*x.shape[:-1], 1)
+        normal, scaled = x.float() * r, dy.float() * weight.float()
+        dx = r * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
+        return dx.to(x.dtype), (dy.float() * normal).flatten(0, -2).sum(0).to(weight.dtype), None
+"""
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(WRITTEN)
+
+
+def workload(**chosen: str) -> TextbookWorkload:
+    return TextbookWorkload(model=configure("tiny", layers=1), batch_size=1, seq_len=32, **chosen)
+
+
+def judged(**chosen: str) -> list[str]:
+    return require_users(workload(**chosen), torch.device("cpu"))
+
+
+def test_the_key_of_a_step_tells_versions_of_a_function_apart():
+    before = workload(attention="mine.py:right", norm="mine.py:norm")
+    assert before.attention.startswith("mine.py:right@")
+    assert "/" not in before.key and ":" not in before.key
+    Path("mine.py").write_text(WRITTEN + "# changed\n")
+    after = workload(attention="mine.py:right", norm="mine.py:norm")
+    assert before.key != after.key
+    with pytest.raises(InputError, match="has changed since it was named, or is not there: name mine"):
+        implementation(before.attention)
+    Path("mine.py").unlink()
+    assert TextbookWorkload(model=before.model, attention=before.attention).attention == before.attention  # as stored
+    factory = FactoryWorkload(factory="x.py:make", model=UserModel(name=""), norm=before.norm)
+    assert factory.norm == before.norm
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nothing.py:fn", "attention nothing.py:fn: nothing.py is not there"),
+        ("mine.py", "attention mine.py names a file and no function in it: write mine.py:NAME"),
+        ("mine.py:", "names no function that can be found"),
+        ("no_such_package:fn", "names no function that can be found"),
+        ("flashy", "unknown attention 'flashy': choose one of reference, .*path/file.py:name"),
+        ("mine.py:rihgt", "mine.py has no 'rihgt'; there is right"),
+        ("mine.py:one", r"attention mine.py:one takes \(x\): write attention\(q, k, v, causal\)"),
+    ],
+)
+def test_what_cannot_be_called_is_one_line(name: str, says: str):
+    with pytest.raises(InputError, match=says):
+        judged(attention=name)
+
+
+def test_right_functions_of_every_kind():
+    sentences = judged(
+        attention="mine.py:right",
+        norm="mine.py:Norm",
+        rope="mine.py:rope",
+        mlp="mine.py:make_swiglu",
+        loss="mine.py:loss",
+    )
+    assert [sentence.split()[0] for sentence in sentences] == ["attention", "norm", "rope", "mlp", "loss"]
+    for sentence in sentences:
+        assert "beside float64; gradcheck passes in float64" in sentence, sentence
+
+
+def test_a_fault_at_odd_lengths_is_found_from_a_step_of_even_ones():
+    with pytest.raises(GateFailure, match=r"wrong in 3 of 7 cases.*\(1, 2, 17, 32, causal, .*out is off by") as raised:
+        judged(attention="mine.py:in_tiles")
+    assert raised.value.exit_code == 1
+
+
+def test_a_function_may_refuse_lengths_but_not_that_of_its_step():
+    assert "right in 2 of 7 calls beside float64; it refuses lengths 1, 17, 65, 127, 203; gradcheck passes" in judged(
+        attention="mine.py:whole_tiles"
+    )[0]  # fmt: skip
+    with pytest.raises(GateFailure, match="lengths are multiples of 16; it is called as attention"):
+        step = TextbookWorkload(model=configure("tiny"), batch_size=1, seq_len=33, attention="mine.py:whole_tiles")
+        require_users(step, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "says"),
+    [
+        ("mlp", "mine.py:WrongBackward", "gradient 0 is off by"),
+        ("mlp", "mine.py:in_place", "it writes to its inputs|in-place"),
+        ("loss", "mine.py:summed", "result 0 is off by 31"),
+        ("norm", "mine.py:right", r"takes \(q, k, v, causal\): write norm\(x, weight, eps\)"),
+    ],
+)
+def test_wrong_parts(part: str, name: str, says: str):
+    with pytest.raises((GateFailure, InputError), match=says):
+        judged(**{part: name})
+
+
+def test_a_kernel_of_triton_in_the_interpreter():
+    Path("kernels.py").write_text(TRITON)
+    (sentence,) = judged(norm="kernels.py:Norm")
+    assert (
+        "right in 4 of 4 calls beside float64; gradcheck is left out, since it computes float64 in fewer bits"
+        in sentence
+    )
+
+
+def test_heads_that_share_keys_and_a_scale_of_the_users():
+    q, k, v = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    name = workload(attention="torch.nn.functional:scaled_dot_product_attention").attention
+    right = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert torch.allclose(implementation(name)(q, k, v, causal=True), right, atol=1e-6)
+    own = implementation(workload(attention="mine.py:right").attention)
+    assert torch.allclose(own(q, k, v, causal=True), right, atol=1e-6)
+    with pytest.raises(InputError, match="has no argument scale"):
+        own(q, k, v, causal=True, scale=0.3)
+    total, normal = part_function("norm", workload(norm="mine.py:Norm").norm)(v, v, torch.ones(8), 1e-5)
+    assert torch.equal(total, v + v)
+    assert torch.allclose(normal, F.rms_norm(v + v, (8,), eps=1e-5), atol=1e-6)
+
+
+def test_a_run_of_a_users_attention_from_end_to_end():
+    done = stepscope("run", "--model", "tiny", "--layers", "1", "--seq-len", "32", "--steps", "1", "--attention",
+               "mine.py:right", "--norm", "mine.py:norm", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "attention mine.py:right@" in done.stderr and "gradcheck passes" in done.stderr
+    stored = json.loads(done.stdout)
+    assert stored["workload"]["attention"].startswith("mine.py:right@")
+    assert not [one for one in stored["findings"] if "mismatch" in one["kind"]]
+    wrong = stepscope("run", "--model", "tiny", "--seq-len", "32", "--attention", "mine.py:in_tiles", "--runs", "wrong")
+    assert wrong.returncode == 1
+    assert wrong.stderr.count("\n") == 1 and "so that no time of it is shown" in wrong.stderr
+    assert not Path("wrong").exists() or not [*Path("wrong").iterdir()]
