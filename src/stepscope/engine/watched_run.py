@@ -44,6 +44,7 @@ from stepscope.core.user_model import code_folder
 from stepscope.core.workloads import Input, UserModel, WatchedWorkload
 from stepscope.engine.draft import RunDraft
 from stepscope.engine.request import MemoryRequest, TraceRequest
+from stepscope.engine.trackers import ScriptTrackers, trackers_named
 from stepscope.engine.watched_script import WatchRequest, checked_steps, settings_between, when_imported
 from stepscope.recording import ranges
 from stepscope.recording.device import HostLoad, host_memory
@@ -66,7 +67,7 @@ from stepscope.recording.watch.watch import Stage, StepCount, Watch, watching
 from stepscope.runs.checks import check_run
 from stepscope.runs.first_lines import rate_words
 from stepscope.runs.live import LiveFigures, process_began, write_live
-from stepscope.runs.metrics import at_pace, median_s, summarise
+from stepscope.runs.metrics import at_pace, median_s, summarise, write_metrics
 from stepscope.training.user_module.user_code import source_digest, structure_digest
 
 # Drafts the run of a watched loop: its workload as it was seen, and what the stages add.
@@ -359,6 +360,7 @@ class WatchedRun:
         self._profilers = ScriptProfilers() if records else None
         self.watch = Watch(self, step_of=request.step_of, model=model, optimizer=optimizer, profilers=self._profilers)
         self._say, self._show = say, show
+        self._trackers = ScriptTrackers(request.log, say)
         self._draft: WatchedDraft | None = None
         self._count: StepCount | None = None
         self._live: _Live | None = None
@@ -568,6 +570,7 @@ class WatchedRun:
         if count >= asked:
             draft.set(status="done")
             draft.save_meanwhile()
+            self._hand_out(draft.run, last=False)
 
     def finish(self) -> None:
         """Write the run with its findings, and say so, since the loop may go on for days."""
@@ -590,6 +593,17 @@ class WatchedRun:
             save_run(self.run, draft.directory)
         except StepscopeError as error:
             self._say(str(error))
+        self._hand_out(self.run, last=True)
+
+    def _hand_out(self, run: Run, *, last: bool) -> None:
+        """Write the run's figures where they were asked for."""
+        if (directory := self.directory) is not None:
+            self._trackers.write(run, directory, self.watch.steps, last=last)
+        if self.request.metrics is not None and os.environ.get("RANK", "0") == "0":
+            try:
+                write_metrics(run, self.request.metrics)
+            except InputError as error:
+                self._say(str(error))
 
 
 def _evaluated(seconds: Sequence[float], called: Iterable[tuple[str, str]]) -> Evaluated | None:
@@ -756,6 +770,7 @@ def watch(
     memory_steps: int = 1,
     runs: str | Path = "runs",
     tag: str | None = None,
+    log: str | Iterable[str] = (),
     step_of: str | None = None,
     quiet: bool = False,
 ) -> Watched:
@@ -773,6 +788,7 @@ def watch(
     step_of: the name of the class of either, where a loop has several.
     runs: where the run's directory is made.
     tag: a word to find the run by.
+    log: `wandb`, `mlflow` or `tensorboard`, whose active run gets the figures under `stepscope/`.
     quiet: say nothing on stderr.
 
     `watched.run` is None if nothing was measured; `watched.why_not` then says why.
@@ -793,6 +809,7 @@ def watch(
         memory=MemoryRequest(steps=memory_steps) if "memory" in recorded else None,
         step_of=step_of,
         tag=tag,
+        log=trackers_named(log),
     )
     say: Say = (lambda _: None) if quiet else warn
     return Watched(WatchedRun(request, say, model=model, optimizer=optimizer), say)

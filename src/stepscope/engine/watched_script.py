@@ -269,6 +269,10 @@ class WatchRequest(msgspec.Struct, frozen=True, kw_only=True):
     step_of: str | None = None
     """The class of the model or the optimizer whose step counts; None where the loop shows it."""
     tag: str | None = None
+    log: tuple[str, ...] = ()
+    """The trackers of the script that its figures go to (`engine/trackers.py`)."""
+    metrics: Path | None = None
+    """The file that gets the figures as OpenMetrics."""
     program: str = ""
     """The script and its arguments, without its folder; empty for a loop watched from inside."""
 

@@ -1,13 +1,18 @@
 """Figures derived from a run: rates, utilisation, shares. Each is None where the run does not support it."""
 
+import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from stepscope.core.answer import TEXT, Cell, Table, as_lines, table_of
+from stepscope.core.errors import InputError
 from stepscope.core.evidence import Communication, RankFigures
+from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP, TIMED
 from stepscope.core.run import Run
+from stepscope.core.run_directory import check_is_ours, write_atomically
 from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples
 from stepscope.core.strategies import BATCH, OPTIMIZER_STATE, PARAMETERS, PRODUCTS, Activations, known_strategy
 from stepscope.core.units import format_bytes, format_seconds
@@ -408,3 +413,87 @@ def summarise(run: Run) -> dict[str, float | None]:
 def on_gpu(run: Run) -> bool:
     """Whether the run's device is a GPU; false where it did not come to look for one."""
     return run.environment is not None and run.environment.device_type != "cpu"
+
+
+# The same figures as OpenMetrics. The file is of Prometheus' older text format, too: node_exporter reads that alone,
+# and refuses a type that it does not know, and samples with a time. So all are gauges, and so is when a run began.
+
+
+GAUGES = {
+    "tokens_per_s": ("tokens_per_second", "", "Tokens of a step over its median time."),
+    "samples_per_s": ("samples_per_second", "", "Samples of a step over its median time."),
+    "model_flops": ("model_flops", "", "Model FLOPs of a step."),
+    "model_flops_per_s": ("model_flops_per_second", "", "Model FLOPs of a step over its median time."),
+    "mfu_datasheet": ("mfu_datasheet_ratio", "ratio", "Model FLOPs utilisation beside the datasheet's peak."),
+    "mfu_measured": ("mfu_measured_ratio", "ratio", "Model FLOPs utilisation beside the best product measured here."),
+    "host_share": ("host_ratio", "ratio", "Time that the host needs to issue a step, over the step."),
+    "launch_bound_share": ("launch_bound_ratio", "ratio", "Share of a step in which the device had no kernel to run."),
+    "profiler_slowdown": ("profiled_step_ratio", "ratio", "A step under the profiler over the median step."),
+    "peak_bytes": ("peak_bytes", "bytes", "The most memory that a step had allocated at once."),
+    "joules_per_step": ("energy_of_step_joules", "joules", "Energy of a step."),
+    "joules_per_token": ("energy_of_token_joules", "joules", "Energy of a step over its tokens."),
+    "sm_clock_mhz": ("sm_clock_megahertz", "megahertz", "The clock of the multiprocessors while steps were timed."),
+    "power_w": ("power_watts", "watts", "Power of the GPU while steps were timed."),
+    "temperature_c": ("temperature_celsius", "celsius", "Temperature of the GPU while steps were timed."),
+    "sent_bytes": ("sent_bytes", "bytes", "Bytes that a rank sends in a step."),
+    "sent_bytes_by_formula": ("sent_by_formula_bytes", "bytes", "Bytes that a rank sends in a step, by formula."),
+    "communication_s": ("communication_seconds", "seconds", "Time in which a rank communicates in a step."),
+    "exposed_communication_s": (
+        "exposed_communication_seconds", "seconds", "Communication while a rank computes nothing.",
+    ),
+    "overlap_share": ("overlap_ratio", "ratio", "Share of communication that computation hides."),
+    "kept_bytes": ("kept_bytes", "bytes", "Parameters and optimizer state that a rank keeps between steps."),
+    "kept_bytes_by_formula": ("kept_by_formula_bytes", "bytes", "The same by formula."),
+}  # fmt: skip
+"""By the names of a summary: the gauge's name, its unit and its help. A help never changes from run to run: a collector
+of several files demands it."""
+
+
+def open_metrics(run: Run) -> str:
+    """The run's figures as OpenMetrics."""
+    device = run.environment.device_name if run.environment is not None else ""
+    versions = run.environment.versions if run.environment is not None else {}
+    of_all = {"workload": cell_name(run.workload), "device": device}
+    named = {"run": run.id, "status": run.status, "tag": run.tag or "", "stepscope": versions.get("stepscope", "")}
+    lines = [
+        *_gauge("run_info", "", "The run that was measured.", [({**of_all, **named}, 1.0)]),
+        *_gauge("run_begun_seconds", "seconds", "When it began, in seconds since 1970.", [(of_all, run.instant)]),
+    ]
+    times: list[tuple[dict[str, str], float | None]] = []
+    summary = summarise(run)
+    for part in (STEP, *parts_of(run), "host"):
+        for stat in ("median", "low", "high", "mean", "stdev", *FEWEST_FOR_PERCENTILE):
+            times.append(({**of_all, "part": part, "stat": stat}, summary.get(f"{part}_{stat}_s")))
+    lines += _gauge("part_seconds", "seconds", "Time of a step and of its parts; low to high is the interval.", times)
+    for name, (gauge, unit, what) in GAUGES.items():
+        lines += _gauge(gauge, unit, what, [(of_all, summary.get(name))])
+    counts = [
+        ({**of_all, "severity": each}, float(sum(finding.severity == each for finding in run.findings)))
+        for each in ("error", "warning", "note")
+    ]
+    return "\n".join([*lines, *_gauge("findings", "", "Findings of the run's checks.", counts), "# EOF", ""])
+
+
+def _gauge(name: str, unit: str, what: str, samples: Sequence[tuple[dict[str, str], float | None]]) -> list[str]:
+    """The lines of a gauge; none where no sample of it is known."""
+    known = [(labels, value) for labels, value in samples if value is not None and math.isfinite(value)]
+    if not known:
+        return []
+    name = f"stepscope_{name}"
+    head = [f"# HELP {name} {what}", f"# TYPE {name} gauge", *([f"# UNIT {name} {unit}"] if unit else [])]
+    return [*head, *(f"{name}{{{_labels(labels)}}} {float(value)!r}" for labels, value in known)]
+
+
+def _labels(labels: dict[str, str]) -> str:
+    escapes = {"\\": "\\\\", "\n": "\\n", '"': '\\"'}
+    return ",".join(f'{name}="{"".join(escapes.get(each, each) for each in text)}"' for name, text in labels.items())
+
+
+def write_metrics(run: Run, file: Path) -> None:
+    """Write the run's figures as OpenMetrics, whole or not at all. Raises InputError where that cannot be done, and
+    where the file is somebody else's."""
+    check_is_ours(file, "# HELP stepscope_")
+    try:
+        write_atomically(open_metrics(run).encode(), file)
+    except OSError as error:
+        raise InputError(f"--metrics {file} cannot be written: {error.strerror or error}") from error

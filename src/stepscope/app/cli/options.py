@@ -63,6 +63,14 @@ def _picture(text: str) -> Path:
     return target
 
 
+def _tracker(text: str) -> str:
+    from stepscope.engine.trackers import trackers_named
+
+    return trackers_named(text)[0]
+
+
+_TRACKERS = completed("wandb", "mlflow", "tensorboard")
+
 OPTIONS = (
     Option("auto, cpu, cuda or cuda:N.", MEASURING, "device", str, "auto", complete=DEVICES),
     Option("Exactly this many warm-up steps (default: until steady).", MEASURING, "warmup", int, least=0),
@@ -94,6 +102,12 @@ OPTIONS = (
     Option(f"{', '.join(STYLES)}; csv and jsonl with bare figures.", OUTPUT, "style", str, "terminal",
            complete=completed(*STYLES)),
     Option("Draw a plot into this file: .svg, .png, .html or .json.", OUTPUT, "save", _picture, metavar="FILE"),
+    Option("wandb, mlflow or tensorboard, whose active run in the script gets the figures.", OUTPUT, "log", _tracker,
+           (), metavar="NAME", complete=_TRACKERS, verbs=("watch",)),
+    Option("wandb, mlflow or tensorboard, where a run gets the figures.", OUTPUT, "log", _tracker, (), metavar="NAME",
+           complete=_TRACKERS),
+    Option("Write the figures into this file as OpenMetrics, which Prometheus' collectors read.", OUTPUT, "metrics",
+           Path, metavar="FILE"),
     Option("JSON on stdout, and nothing else there.", OUTPUT, "json", bool, False),
 )  # fmt: skip
 """An option of a verb's own stands in its signature."""

@@ -33,6 +33,7 @@ from stepscope.core.run_directory import encode_run, find_run, load_run
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workloads import Compile, FactoryWorkload, Graph, Optimizer, Phase, Projections, UserModel, Workload
 from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
+from stepscope.engine.trackers import trackers_named, write_own
 from stepscope.engine.workload_options import (
     RECORDED,
     TEXTBOOK_OPTIONS,
@@ -45,6 +46,7 @@ from stepscope.engine.workload_options import (
     of_factory,
     usual_sizes,
 )
+from stepscope.runs.metrics import write_metrics
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +91,7 @@ def run(
     memory_steps: int = 1,
     runs: str | Path = "runs",
     tag: str | None = None,
+    log: str | Iterable[str] = (),
     tell: Tell | None = None,
     **options: Unpack[ModelOptions],
 ) -> Measured:
@@ -150,6 +153,7 @@ def run(
     trace_steps, memory_steps: of how many steps; 3 or more steps of memory show what grows.
     runs: where the run's directory is made.
     tag: a word to find the run by.
+    log: `wandb`, `mlflow` or `tensorboard`, which get the figures: in their active run, or else in one that ends here.
     tell: is called with each stage of the measurement.
 
     Raises InputError, in one line with the remedy, for what cannot be measured as asked, and KeyboardInterrupt where it
@@ -159,6 +163,7 @@ def run(
     choices = choices_among("run", locals(), options)
     names = record.split(",") if isinstance(record, str) else record
     recorded = [choose(name.strip(), RECORDED, "record") for name in names if name.strip()]
+    trackers = trackers_named(log)
     settings = settings_from(warmup, steps, seconds, not profile)
     check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)
 
@@ -188,9 +193,12 @@ def run(
     )  # fmt: skip
     tell = tell or (lambda _: None)
     if workload.parallel != NOT_PARALLEL:
-        return _measured_by_ranks(request, tell)
+        shared = _measured_by_ranks(request, tell)
+        write_own(trackers, shared.run, shared.directory, warn)
+        return shared
     with gradients_kept(model):
         found, directory = measure_step(request, tell, load=load)
+    write_own(trackers, found, directory, warn)
     if exit_code(found) == EXIT_INTERRUPTED:
         warn(f"interrupted; what was measured is in {directory}")
         raise KeyboardInterrupt
@@ -306,6 +314,8 @@ def command(
     memory: int | None,
     tag: str | None,
     runs: Path,
+    log: tuple[str, ...],
+    metrics: Path | None,
     save: Path | None,
     shown: Presentation,
 ) -> int:
@@ -328,7 +338,7 @@ def command(
         )  # fmt: skip
         if against is not None and (recording.memory is not None or "nsys" in recording.trace.tools):
             raise InputError("--against records kineto alone: a record of memory, or one by nsys, is of one step")
-        _measure_in_processes(plan, shown, save)
+        _measure_in_processes(plan, shown, save, log, metrics)
     from stepscope.engine.step import measure_step
     from stepscope.recording.environment import resolve_device  # torch, only now that the input is known to be sound
 
@@ -341,6 +351,8 @@ def command(
     )  # fmt: skip
     with stdout_kept_clean(), progress() as tell:
         found, directory = measure_step(request, tell)
+        if place is None or not place.rank:
+            _hand_out(found, directory, log, metrics)
     code = exit_code(found)
     if place is not None and place.rank:
         return EXIT_DONE if code == EXIT_CHECK_FAILED else code  # the first rank shows what all measured, and doubts it
@@ -358,6 +370,16 @@ def exit_code(run: Run) -> int:
     if run.status != "done":
         return EXIT_DEVICE_FAILED
     return exit_code_of(run.findings)
+
+
+def _hand_out(run: Run, directory: Path, log: tuple[str, ...], metrics: Path | None) -> None:
+    """Write the run's figures where they were asked for."""
+    write_own(log, run, directory, warn)
+    if metrics is not None:
+        try:
+            write_metrics(run, metrics)
+        except InputError as error:  # The run is stored, and is shown all the same.
+            warn(str(error))
 
 
 def _show(run: Run, directory: Path, shown: Presentation, save: Path | None) -> None:
@@ -415,7 +437,9 @@ def _cells(
     return tuple(order_cells(repeated(cells, repeat, begun)))
 
 
-def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | None) -> NoReturn:
+def _measure_in_processes(
+    plan: "SweepPlan", shown: Presentation, save: Path | None, log: tuple[str, ...], metrics: Path | None
+) -> NoReturn:
     """Measure one step in several processes, or two, and show what they say; leaves with the exit code."""
     from stepscope.app.verbs.sweep import measure_and_report
     from stepscope.engine.sweep_plan import Policy
@@ -423,6 +447,9 @@ def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | N
     def report(runs: list[Run]) -> None:
         from stepscope.runs.run_sets import answer_against, answer_set, compare_sets, sets_of
 
+        with stdout_kept_clean():
+            for run in runs:
+                _hand_out(run, Path(plan.out) / run.id, log, metrics)
         if len(runs) == 1 and plan.cells[0].repeat is None and plan.cells[0].against is None:
             _show(runs[0], Path(plan.out) / runs[0].id, shown, save)
             return

@@ -139,6 +139,7 @@ def show_command(
     *,
     live: Live = False,
     runs: Path,
+    metrics: Path | None,
     save: Path | None,
     shown: Presentation,
 ) -> None:
@@ -165,11 +166,17 @@ def show_command(
         named = [one for one in sets if one.runs[0].repeat is not None and run in one.name]
         if len(named) != 1:
             raise
+        if metrics is not None:
+            raise InputError(f"--metrics is of one run, and {run} names a set: name one of its runs") from None
         answer = answer_set(named[0], str(runs))
         shown.show(answer, document=lambda: json_document(named[0].document), save=save)
     else:
         from stepscope.runs.answer import answer_run
 
+        if metrics is not None:
+            from stepscope.runs.metrics import write_metrics
+
+            write_metrics(found, metrics)
         shown.show(answer_run(found), document=lambda: encode_run(found).decode(), save=save)
 
 

@@ -81,6 +81,8 @@ def command(
     recording: Recording,
     tag: str | None,
     runs: Path,
+    log: tuple[str, ...],
+    metrics: Path | None,
 ) -> None:
     """Run a training script unchanged, and measure some of its steps: data, forward, backward, optimizer, the rest.
 
@@ -92,12 +94,13 @@ def command(
         raise InputError(_NSYS)
     program = program_of(script or [])
     if isinstance(program, Launch):
-        options = _options(steps, step_of, recording, tag, runs)
+        options = _options(steps, step_of, recording, tag, runs, log, metrics)
         command = program.command(options)
         raise SystemExit(lambda: _become(command))
     request = WatchRequest(
         runs=runs.absolute(), settings=settings_between(between), between=between, trace=recording.trace,
-        memory=recording.memory, step_of=step_of, tag=tag, program=program.title,
+        memory=recording.memory, step_of=step_of, tag=tag, log=log,
+        metrics=metrics and metrics.absolute(), program=program.title,
     )  # fmt: skip
     try:
         request.runs.mkdir(parents=True, exist_ok=True)
@@ -108,7 +111,10 @@ def command(
     raise SystemExit(lambda: _run(program, request))
 
 
-def _options(steps: str | None, step_of: str | None, recording: Recording, tag: str | None, runs: Path) -> list[str]:
+def _options(
+    steps: str | None, step_of: str | None, recording: Recording, tag: str | None, runs: Path, log: tuple[str, ...],
+    metrics: Path | None,
+) -> list[str]:  # fmt: skip
     """The options of this command, as each worker is given them."""
     trace, memory = recording.trace, recording.memory
     words = {
@@ -116,6 +122,8 @@ def _options(steps: str | None, step_of: str | None, recording: Recording, tag: 
         "--step-of": step_of,
         "--tag": tag,
         "--runs": str(runs.absolute()),
+        "--log": ",".join(log) or None,
+        "--metrics": str(metrics.absolute()) if metrics is not None else None,
         "--record": ",".join([*trace.tools, *(["memory"] if memory else [])]) or None,
         "--trace-steps": str(trace.steps) if trace.tools else None,
         "--memory-stacks": memory.stacks if memory else None,
