@@ -11,16 +11,7 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from stepscope.allocations.at_moment import (
-    Moment,
-    devices_of,
-    holder_tables,
-    new_segments,
-    phase_peaks,
-    pieces_between,
-    pool_finding,
-    timeline_panel,
-)
+from stepscope.allocations import at_moment
 from stepscope.allocations.explain import Explained, certainty_of
 from stepscope.allocations.left_behind import growth_finding, growth_tables
 from stepscope.allocations.replay import BEFORE
@@ -195,7 +186,7 @@ LARGEST = 20
 SITES = 20
 
 
-def memory_document(explained: Explained, moment: Moment) -> dict[str, Any]:
+def memory_document(explained: Explained, moment: at_moment.Moment) -> dict[str, Any]:
     """The moment as a dict. `peak_bytes` is what was allocated then: at the peak, unless --at named another moment.
 
     Times are microseconds after the first event, which happened at `start_time_us`. `allocations` is how many the
@@ -203,7 +194,7 @@ def memory_document(explained: Explained, moment: Moment) -> dict[str, Any]:
     category the bytes asked for, by what the category is known (evidence.CERTAINTIES).
     """
     snapshot, growth, certainty = explained.snapshot, growth_of(explained), certainty_of(moment.alive)
-    pieces = pieces_between(explained, moment.event)
+    pieces = at_moment.pieces_between(explained, moment.event)
     largest = [
         {
             "bytes": row["block"],
@@ -229,10 +220,10 @@ def memory_document(explained: Explained, moment: Moment) -> dict[str, Any]:
         "pools": moment.pools,
         "reserved_peak_bytes": max(reserved for _, reserved in explained.replay.reserved),
         "free_pieces": {"count": len(pieces), "longest_bytes": max(pieces, default=0)},
-        "new_segments": new_segments(explained),
+        "new_segments": at_moment.new_segments(explained),
         "growth": growth and {**msgspec.to_builtins(growth), "bytes_a_step": growth.bytes_a_step},
         "findings": memory_findings(explained, growth),
-        "phases": phase_peaks(explained),
+        "phases": at_moment.phase_peaks(explained),
         "sites": sites(moment.alive).head(SITES).to_dicts(),
         "saved_by_block": saved_by_block(explained),
         "exact": explained.exact_at(moment.event),
@@ -242,7 +233,7 @@ def memory_document(explained: Explained, moment: Moment) -> dict[str, Any]:
         "notes": explained.notes,
         "measured": explained.measured,
         "device": snapshot.device,
-        "devices": devices_of(explained),
+        "devices": at_moment.devices_of(explained),
         "start_time_us": snapshot.start_us,
         "events": len(snapshot.events),
     }
@@ -251,7 +242,7 @@ def memory_document(explained: Explained, moment: Moment) -> dict[str, Any]:
 
 def memory_findings(explained: Explained, growth: MemoryGrowth | None) -> tuple[Finding, ...]:
     """What a snapshot shows beyond its figures: memory that grows, and pools that hold what nobody else can use."""
-    findings = (growth and growth_finding(growth), pool_finding(explained))
+    findings = (growth and growth_finding(growth), at_moment.pool_finding(explained))
     return tuple(finding for finding in findings if finding)
 
 
@@ -278,13 +269,13 @@ _LARGEST_SHOWN = 10
 _SITES_SHOWN = 10
 
 
-def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answer:
+def answer_memory(explained: Explained, moment: at_moment.Moment, stacks: int = 0) -> Answer:
     """The Answer on what was alive at a moment and where it came from, with stacks of so many of the largest blocks."""
     notes = explained.snapshot.notes
     growth = growth_of(explained)
     findings = memory_findings(explained, growth)
     tables = [text(*_moment_words(explained, moment)), _category_table(explained, moment), *growth_tables(growth)]
-    tables += [*holder_tables(explained, moment.pools), *_history_tables(explained)]
+    tables += [*at_moment.holder_tables(explained, moment.pools), *_history_tables(explained)]
     if moment.alive.height:
         tables += _alive_tables(explained, moment, stacks)
     tables += _block_tables([block for block in saved_by_block(explained) if block.saved_bytes])
@@ -296,7 +287,7 @@ def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answ
         settings={"snapshot": PurePath(explained.snapshot.source).name},
         lead=_heading(explained),
         tables=tuple(tables),
-        panels=(timeline_panel(explained),),
+        panels=(at_moment.timeline_panel(explained),),
         findings=findings,
         checked=growth is not None or bool(findings),
         asides=tuple(f"Note: {note}" for note in explained.notes),
@@ -323,7 +314,7 @@ def _heading(explained: Explained) -> tuple[Line, ...]:
     return tuple(lines)
 
 
-def _moment_words(explained: Explained, moment: Moment) -> list[str]:
+def _moment_words(explained: Explained, moment: at_moment.Moment) -> list[str]:
     allocated = f"{format_bytes(moment.allocated_bytes)} ({format_count(moment.allocated_bytes)} bytes)"
     alive = counted(moment.alive.height, "allocation")
     phase = next((s.name for s in explained.phases if s.start_us <= moment.time_us <= s.end_us), None)
@@ -351,7 +342,7 @@ def _moment_words(explained: Explained, moment: Moment) -> list[str]:
     return lines
 
 
-def _category_table(explained: Explained, moment: Moment) -> Table:
+def _category_table(explained: Explained, moment: at_moment.Moment) -> Table:
     counts = dict(moment.alive.group_by("category").len().iter_rows())
     certainty = certainty_of(moment.alive)
     rows: list[tuple[Cell, ...]] = []
@@ -374,7 +365,7 @@ def _category_table(explained: Explained, moment: Moment) -> Table:
     )
 
 
-def _reserved_words(explained: Explained, moment: Moment) -> Iterator[str]:
+def _reserved_words(explained: Explained, moment: at_moment.Moment) -> Iterator[str]:
     """What the allocator holds beside live memory, and how what is free between live blocks is cut up, which decides
     whether it can serve anything."""
     held = moment.reserved
@@ -395,7 +386,7 @@ def _reserved_words(explained: Explained, moment: Moment) -> Iterator[str]:
         f"allocated, {format_bytes(held.cached_bytes)} cached in segments that hold nothing, "
         f"{format_bytes(held.fragmented_bytes)} free between live blocks (fragmentation){beside}.{at_most}"
     )
-    pieces = pieces_between(explained, moment.event)
+    pieces = at_moment.pieces_between(explained, moment.event)
     if pieces:
         count, longest = counted(len(pieces), "piece"), format_bytes(max(pieces))
         yield f"What is free between live blocks lies in {count}, the longest of {longest}."
@@ -407,10 +398,10 @@ def _history_tables(explained: Explained) -> Iterator[Table]:
     if explained.phases:
         rows = [
             (peak.phase, peak.peak_bytes, _share(peak.peak_bytes, explained.peak_bytes), peak.time_us * 1e3)
-            for peak in phase_peaks(explained)
+            for peak in at_moment.phase_peaks(explained)
         ]
         yield table_of("phase", ("peak", "B"), ("of the peak", "%"), at, rows=rows)
-    found = new_segments(explained)
+    found = at_moment.new_segments(explained)
     if found:
         yield table_of(
             "fragmentation: new segment for", ("requested", "B"), ("segment", "B"), ("longest free", "B"),
@@ -423,7 +414,7 @@ def _history_tables(explained: Explained) -> Iterator[Table]:
         )  # fmt: skip
 
 
-def _alive_tables(explained: Explained, moment: Moment, stacks: int) -> Iterator[Table]:
+def _alive_tables(explained: Explained, moment: at_moment.Moment, stacks: int) -> Iterator[Table]:
     """The largest allocations alive, the call stacks of some, the innermost call first, and all by line of code."""
     keys = ("block", "category", "name", "shape", "dtype", "operator", "site")
     alike_rows = moment.alive.group_by(keys, maintain_order=True).len().head(_LARGEST_SHOWN)

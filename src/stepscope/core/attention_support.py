@@ -5,59 +5,50 @@ import os
 from collections.abc import Callable
 from typing import TypeGuard
 
+from stepscope.core import parts
 from stepscope.core.errors import InputError
-from stepscope.core.parts import (
-    ATTENTIONS,
-    AUTO,
-    INTERPRETER,
-    PREFERRED,
-    PREFERRED_ELSEWHERE,
-    Attention,
-    AttentionCall,
-    attention_names,
-    choose_name,
-    unpredicted_part,
-)
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workloads import TextbookWorkload, Workload
 
 
-def fault_here(name: Attention, device_type: str) -> str | None:
+def fault_here(name: parts.Attention, device_type: str) -> str | None:
     """What this machine lacks for the implementation, to follow its name; None where it has all."""
-    return triton_fault(device_type) if ATTENTIONS[name].compiler == "triton" else None
+    return triton_fault(device_type) if parts.ATTENTIONS[name].compiler == "triton" else None
 
 
 def triton_fault(device_type: str) -> str | None:
     """What this machine lacks for a kernel in Triton, to follow its name; None where it has all."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
-    if device_type != "cuda" and os.environ.get(INTERPRETER) != "1":
-        return f"runs on {device_type} in Triton's interpreter only, with {INTERPRETER}=1 in the environment"
+    if device_type != "cuda" and os.environ.get(parts.INTERPRETER) != "1":
+        return f"runs on {device_type} in Triton's interpreter only, with {parts.INTERPRETER}=1 in the environment"
     return None
 
 
-FaultHere = Callable[[Attention, str], str | None]
+FaultHere = Callable[[parts.Attention, str], str | None]
 """A function (name, device type) -> what a machine lacks for the implementation, or None; `fault_here` is one."""
 
 
-def find_fault(name: Attention, call: AttentionCall, here: FaultHere = fault_here) -> str | None:
+def find_fault(name: parts.Attention, call: parts.AttentionCall, here: FaultHere = fault_here) -> str | None:
     """Why the implementation cannot run this call on the machine; None where it can. The name is not `auto`."""
-    return ATTENTIONS[name].fault(call) or here(name, call.device_type)
+    return parts.ATTENTIONS[name].fault(call) or here(name, call.device_type)
 
 
-def runnable(call: AttentionCall, here: FaultHere = fault_here) -> list[Attention]:
+def runnable(call: parts.AttentionCall, here: FaultHere = fault_here) -> list[parts.Attention]:
     """The attentions that can be proposed for such a call."""
-    return [n for n, record in ATTENTIONS.items() if record.proposed and find_fault(n, call, here) is None]
+    return [n for n, record in parts.ATTENTIONS.items() if record.proposed and find_fault(n, call, here) is None]
 
 
-def resolve_attention(name: Attention, call: AttentionCall, here: FaultHere = fault_here) -> Attention:
+def resolve_attention(
+    name: parts.Attention, call: parts.AttentionCall, here: FaultHere = fault_here
+) -> parts.Attention:
     """The implementation that the name stands for: itself, or for `auto` the first preferred one that runs so.
 
     Raises an InputError that says what the named one lacks, and which ones would work.
     """
-    name = choose_name(name, attention_names(), "attention")
-    if name == AUTO:
-        for each in PREFERRED.get(call.device_type, PREFERRED_ELSEWHERE):
+    name = parts.choose_name(name, parts.attention_names(), "attention")
+    if name == parts.AUTO:
+        for each in parts.PREFERRED.get(call.device_type, parts.PREFERRED_ELSEWHERE):
             if find_fault(each, call, here) is None:
                 return each
         raise InputError(f"no attention runs on {call.device_type} in {call.dtype}: choose cpu or cuda")
@@ -69,12 +60,12 @@ def resolve_attention(name: Attention, call: AttentionCall, here: FaultHere = fa
     raise InputError(f"attention {name} {fault}: {remedy}")
 
 
-def attention_of(workload: TextbookWorkload, device_type: str, here: FaultHere = fault_here) -> Attention:
+def attention_of(workload: TextbookWorkload, device_type: str, here: FaultHere = fault_here) -> parts.Attention:
     """The implementation that a workload's model runs: the one it names, or what `auto` picks.
 
     Raises an InputError that says what the named one lacks, and which ones would work.
     """
-    call = AttentionCall(
+    call = parts.AttentionCall(
         device_type=device_type, dtype=PRECISIONS[workload.dtype].tensors, head_dim=workload.model.head_dim,
         queries=workload.seq_len, keys=workload.seq_len, heads=workload.model.heads, key_heads=workload.model.key_heads,
         backward=workload.phase != "forward",
@@ -82,7 +73,7 @@ def attention_of(workload: TextbookWorkload, device_type: str, here: FaultHere =
     return resolve_attention(workload.attention, call, here)
 
 
-def predicted_attention(workload: TextbookWorkload, device_type: str) -> Attention:
+def predicted_attention(workload: TextbookWorkload, device_type: str) -> parts.Attention:
     """The implementation that a workload's model runs on a machine with everything installed, if it is predicted.
 
     Raises InputError where it is not: the symbolic model does not know what such a step keeps, or makes on the way.
@@ -102,7 +93,7 @@ def is_predicted(workload: Workload) -> TypeGuard[TextbookWorkload]:
     wherever that attention runs, and with parts that can be."""
     return (
         workload.sizes is not None
-        and workload.attention in (AUTO, *_predicted(workload))
+        and workload.attention in (parts.AUTO, *_predicted(workload))
         and unpredicted(workload) is None
     )
 
@@ -118,10 +109,10 @@ def unpredicted(workload: TextbookWorkload) -> str | None:
     if workload.projections != "apart":
         return "the memory of a step with projections joint is not predicted: choose --projections apart"
     eager = workload.compile == "eager"
-    part = unpredicted_part(workload.parts, eager=eager)
+    part = parts.unpredicted_part(workload.parts, eager=eager)
     if part is not None:
         step = "a step" if eager else "a compiled step"
-        or_eager = "" if eager or unpredicted_part(workload.parts, eager=True) else ", or --compile eager"
+        or_eager = "" if eager or parts.unpredicted_part(workload.parts, eager=True) else ", or --compile eager"
         return (
             f"the memory of {step} with {part} {workload.parts[part]} is not predicted: choose --{part} reference"
             f"{or_eager}"
@@ -129,6 +120,6 @@ def unpredicted(workload: TextbookWorkload) -> str | None:
     return None
 
 
-def _predicted(workload: TextbookWorkload) -> list[Attention]:
+def _predicted(workload: TextbookWorkload) -> list[parts.Attention]:
     steps = ("always", "eager") if workload.compile == "eager" else ("always",)
-    return [name for name, record in ATTENTIONS.items() if record.predicted in steps]
+    return [name for name, record in parts.ATTENTIONS.items() if record.predicted in steps]

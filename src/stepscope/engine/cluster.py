@@ -15,16 +15,9 @@ from typing import IO, Any
 
 import msgspec
 
+from stepscope.core import run_directory
 from stepscope.core.errors import EXIT_WRONG_INPUT, DeviceError, InputError, StepscopeError, one_line
 from stepscope.core.run import Failure, Run
-from stepscope.core.run_directory import (
-    RUN_FILE,
-    create_run_directory,
-    encode_run,
-    load_run,
-    save_run,
-    write_atomically,
-)
 from stepscope.engine.cell_process import cell_environment
 from stepscope.engine.forks import Forks
 from stepscope.engine.measured_cell import INTERRUPT_GRACE_S, REFUSED, MeasuredCell, PlaceLost, record
@@ -125,7 +118,7 @@ def pack(out: Path) -> Carried:
             if file.is_file() and not file.is_symlink()
         }
         for directory in sorted(out.iterdir())
-        if directory.is_dir() and (directory / RUN_FILE).is_file()
+        if directory.is_dir() and (directory / run_directory.RUN_FILE).is_file()
     }
 
 
@@ -136,25 +129,27 @@ def land(carried: Carried, out: Path) -> list[Path]:
     """
     directories: list[Path] = []
     for _, files in sorted(carried.items()):
-        data = files[RUN_FILE]
+        data = files[run_directory.RUN_FILE]
         run = msgspec.json.decode(data, type=Run)
         began = datetime.strptime(run.id.partition("-")[0], "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
         try:
-            directory = create_run_directory(out, run.workload, began)
+            directory = run_directory.create_run_directory(out, run.workload, began)
         except InputError:
-            save_run(run, out / run.id)  # it finds another place, and says where
+            run_directory.save_run(run, out / run.id)  # it finds another place, and says where
             raise
         if directory.name != run.id:
             run = msgspec.structs.replace(run, id=directory.name)
-            data = encode_run(run)
+            data = run_directory.encode_run(run)
         try:
             for name, content in files.items():
-                if name != RUN_FILE:
+                if name != run_directory.RUN_FILE:
                     (directory / name).parent.mkdir(parents=True, exist_ok=True)
                     (directory / name).write_bytes(content)
-            write_atomically(data, directory / RUN_FILE)
+            run_directory.write_atomically(data, directory / run_directory.RUN_FILE)
         except OSError:
-            save_run(run, directory)  # the files beside it have no room; the run finds another place, and says where
+            run_directory.save_run(
+                run, directory
+            )  # the files beside it have no room; the run finds another place, and says where
             message = f"cannot write the files of {run.id} to {directory}: only its run.json is there"
             raise StepscopeError(message) from None
         directories.append(directory)
@@ -527,6 +522,6 @@ class NodePlace:
         if word.killed is not None:
             return record(request, None, "killed", Failure(message=word.killed, during="start"))
         if word.directory is not None:
-            return load_run(Path(word.directory))
+            return run_directory.load_run(Path(word.directory))
         assert word.run is not None
         return word.run

@@ -31,14 +31,7 @@ from stepscope.core.parts import ATTENTIONS, REFERENCE, Memory
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, is_configuration
-from stepscope.recording.fake_memory import (
-    LARGEST_REAL,
-    AsOnCuda,
-    AttentionBackend,
-    FakeMemory,
-    FakeMemoryOfOwn,
-    without_tracebacks,
-)
+from stepscope.recording import fake_memory
 from stepscope.recording.held_tensors import optimizer_tensors
 from stepscope.recording.step import Phase, Recorder, drive
 from stepscope.training.scaled_products import cast_as_on_a_gpu
@@ -66,7 +59,7 @@ STEPS_BEFORE = 2
 """Steps before the one that counts. The first makes the optimizer's state, so the second is the first that is like
 all later ones."""
 
-_BACKENDS: dict[Memory, AttentionBackend] = {
+_BACKENDS: dict[Memory, fake_memory.AttentionBackend] = {
     "math": "math", "efficient": "efficient", "flash": "flash", "cudnn": "cudnn", "fused": "flash", "hopper": "flash",
 }  # fmt: skip
 """The backend of scaled_dot_product_attention that stands in for an attention: our own fused kernels keep and allocate
@@ -91,7 +84,7 @@ class RefusedInPhase(Exception):
 class WatchedStep:
     """The allocations and releases while a step was made and run until it was steady."""
 
-    watch: FakeMemory
+    watch: fake_memory.FakeMemory
     """Every allocation, with the phases of the last step."""
     built: int
     """Number of events before the step, while the model and its optimizer were built."""
@@ -113,8 +106,8 @@ def watch_fake_step(workload: TextbookWorkload, *, workspace_bytes: int = WORKSP
         raise InputError(
             "a tensor of this step would be beyond PyTorch's 64-bit sizes: lower the batch or the sequence"
         )
-    watch = FakeMemory(workspace_bytes=workspace_bytes)
-    as_on_cuda = AsOnCuda(lambda query: attention_backend(workload, query))
+    watch = fake_memory.FakeMemory(workspace_bytes=workspace_bytes)
+    as_on_cuda = fake_memory.AsOnCuda(lambda query: attention_backend(workload, query))
     with contextlib.ExitStack() as modes:
         modes.enter_context(FakeTensorMode())
         modes.enter_context(watch)
@@ -131,7 +124,7 @@ def watch_fake_step(workload: TextbookWorkload, *, workspace_bytes: int = WORKSP
     return watched
 
 
-def run_steps(step: AssembledStep, watch: FakeMemory, count: int, *, on_host: bool = True) -> None:
+def run_steps(step: AssembledStep, watch: fake_memory.FakeMemory, count: int, *, on_host: bool = True) -> None:
     """Run so many steps; the watch keeps the phases of the last. on_host: as in `label_residents`."""
     phases = _FakePhases(step, watch)
     for _ in range(count):
@@ -144,7 +137,7 @@ def run_steps(step: AssembledStep, watch: FakeMemory, count: int, *, on_host: bo
 class _FakePhases(Recorder):
     """A Recorder that tells FakeMemory of the phases and names the gradients."""
 
-    def __init__(self, step: AssembledStep, watch: FakeMemory) -> None:
+    def __init__(self, step: AssembledStep, watch: fake_memory.FakeMemory) -> None:
         self._step, self._watch = step, watch
 
     def phase_begins(self, name: str) -> None:
@@ -157,7 +150,7 @@ class _FakePhases(Recorder):
             self._watch.label([p.grad for p in self._step.model.parameters() if p.grad is not None], "gradients")
 
 
-def attention_backend(workload: TextbookWorkload, query: Tensor) -> AttentionBackend:
+def attention_backend(workload: TextbookWorkload, query: Tensor) -> fake_memory.AttentionBackend:
     """The backend that scaled_dot_product_attention takes on a Hopper GPU: in 16 bits cuDNN (PyTorch 2.11).
 
     The only fused kernel for fp32, the efficient one, takes no shared keys (sdp_utils.cpp).
@@ -194,7 +187,7 @@ def make_fake_step(workload: TextbookWorkload) -> TrainingStep:
     return step
 
 
-def label_residents(step: AssembledStep, watch: FakeMemory, *, on_host: bool = True) -> None:
+def label_residents(step: AssembledStep, watch: fake_memory.FakeMemory, *, on_host: bool = True) -> None:
     """Name what lives on between steps. on_host: the optimizer's counts of steps are on the host."""
     watch.label([*step.model.parameters(), *step.model.buffers()], "parameters")
     watch.label([tensor for batch in step.batches for _, tensor in step.named_tensors(batch)], "inputs")
@@ -266,7 +259,9 @@ def replayed(watched: WatchedStep, allocator: Allocator | None = None) -> FakeEs
     )
 
 
-def _categories(watch: FakeMemory, blocks: dict[int, tuple[int, int]], at: int) -> dict[MemoryCategory, int]:
+def _categories(
+    watch: fake_memory.FakeMemory, blocks: dict[int, tuple[int, int]], at: int
+) -> dict[MemoryCategory, int]:
     alive: set[int] = set()
     for event in watch.events[: at + 1]:
         if event >= 0:
@@ -294,7 +289,7 @@ _FILLS = (_aten.normal_, _aten.uniform_, _aten.erfinv_)
 class WatchedModule(WatchedStep):
     """The allocations of a step of a user's module, and the workload that it turned out to be."""
 
-    watch: FakeMemoryOfOwn
+    watch: fake_memory.FakeMemoryOfOwn
     workload: FactoryWorkload
     """With the model and the optimizer as they were found."""
 
@@ -344,9 +339,11 @@ def watch_module(
     steps: int = STEPS_BEFORE + 1,
 ) -> WatchedModule:
     """Run the step of a real module. Afterwards the module has fake parameters."""
-    watch = FakeMemoryOfOwn(name=user_module.name, workspace_bytes=WORKSPACE_BYTES if device_type == "cuda" else 0)
+    watch = fake_memory.FakeMemoryOfOwn(
+        name=user_module.name, workspace_bytes=WORKSPACE_BYTES if device_type == "cuda" else 0
+    )
     with contextlib.ExitStack() as modes:
-        modes.enter_context(without_tracebacks())
+        modes.enter_context(fake_memory.without_tracebacks())
         mode = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         fake = _on_fake_tensors(user_module, workload, mode, batch_size)
         # The batches are rotated, so that the last step gets the largest: that step is predicted.
@@ -371,7 +368,7 @@ def watch_module(
                 _update_as_on_a_gpu(user_module.optimizer)
             cast_as_on_a_gpu(step.model)
             # A Hopper GPU attends in 16 bits by cuDNN, else by the efficient kernel.
-            as_on_cuda = AsOnCuda(
+            as_on_cuda = fake_memory.AsOnCuda(
                 lambda query: "efficient" if query.dtype == torch.float32 else "cudnn", heads_as_given=True
             )
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
@@ -458,7 +455,7 @@ def _on_fake_tensors(
             return leaf
         if id(leaf) not in made:
             real.append(leaf)
-            if leaf.is_floating_point() or leaf.nbytes > LARGEST_REAL:
+            if leaf.is_floating_point() or leaf.nbytes > fake_memory.LARGEST_REAL:
                 made[id(leaf)] = faked(leaf)
             else:
                 with unset_fake_temporarily():

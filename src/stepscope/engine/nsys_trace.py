@@ -18,19 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core import interrupts
+from stepscope.core import interrupts, profilers
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.evidence import Capture
 from stepscope.core.interrupts import end_with_stdin
-from stepscope.core.profilers import (
-    TIMEOUT_S,
-    export_report,
-    find_importer,
-    find_nsys,
-    how_to_get_nsys,
-    import_stream,
-    last_words,
-)
 from stepscope.core.run_directory import EXPORT_FILE, REPORT_FILE, STREAM_FILE
 from stepscope.core.samples import Samples
 from stepscope.engine.request import StepRequest
@@ -61,9 +52,9 @@ class Nsys:
 
 def require_nsys() -> Nsys:
     """The Nsight Systems of this machine, or an InputError that says how to get one."""
-    path = find_nsys()
+    path = profilers.find_nsys()
     if path is None:
-        raise InputError(f"no nsys on this machine: {how_to_get_nsys()}")
+        raise InputError(f"no nsys on this machine: {profilers.how_to_get_nsys()}")
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, errors="replace", timeout=60, check=False
@@ -72,9 +63,9 @@ def require_nsys() -> Nsys:
         raise InputError(f"{path} cannot be run: {one_line(error)}") from None
     match = re.search(r"Nsight Systems version (\S+)", done.stdout)
     if done.returncode or not match:
-        message = last_words(done.stderr or done.stdout) or f"it ended with code {done.returncode}"
+        message = profilers.last_words(done.stderr or done.stdout) or f"it ended with code {done.returncode}"
         raise InputError(f"{path} is no Nsight Systems that works: {message}")
-    return Nsys(path=path, version=match[1], importer=find_importer(path))
+    return Nsys(path=path, version=match[1], importer=profilers.find_importer(path))
 
 
 def profile_command(nsys: Nsys, output: Path, command: list[str], *, cuda: bool) -> list[str]:
@@ -85,7 +76,7 @@ def profile_command(nsys: Nsys, output: Path, command: list[str], *, cuda: bool)
 
 def failure_of(output: str, code: int) -> str:
     """One line for an nsys that left no report."""
-    return last_words(output) or f"nsys ended with code {code} and no report"
+    return profilers.last_words(output) or f"nsys ended with code {code} and no report"
 
 
 def forget_machine(sqlite: Path) -> None:
@@ -196,9 +187,9 @@ def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(msgspec.json.encode(asked) + b"\n")
             process.stdin.flush()
-        code = process.wait(TIMEOUT_S)
+        code = process.wait(profilers.TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise StepscopeError(f"nsys did not end after {TIMEOUT_S:.0f} s") from None
+        raise StepscopeError(f"nsys did not end after {profilers.TIMEOUT_S:.0f} s") from None
     finally:
         _end(process)
     answer = None
@@ -235,8 +226,8 @@ def _keep(nsys: Nsys, folder: Path, directory: Path) -> tuple[dict[str, str], st
                     f"{STREAM_FILE} awaits its import: `stepscope trace {directory}` reads it "
                     "where Nsight Systems is installed whole"
                 )
-            import_stream(nsys.importer, stream, report)
-        export_report(nsys.path, report, sqlite)
+            profilers.import_stream(nsys.importer, stream, report)
+        profilers.export_report(nsys.path, report, sqlite)
         forget_machine(sqlite)
     except StepscopeError as error:
         failure = one_line(error)

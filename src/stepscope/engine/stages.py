@@ -12,21 +12,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stepscope.core import interrupts
+from stepscope.core import evidence, interrupts
 from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, offload_of, selective_of
 from stepscope.core.device_spec import find_device_spec, overridden_spec
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.evidence import (
-    Capture,
-    Communication,
-    Correctness,
-    Energy,
-    Precision,
-    RankFigures,
-    RanksEvidence,
-    Span,
-    steps_together,
-)
 from stepscope.core.formulas import Work
 from stepscope.core.formulas.transformer import known_work
 from stepscope.core.parts import AUTO
@@ -40,21 +29,11 @@ from stepscope.core.user_model import code_folder, file_of, unmet
 from stepscope.core.workloads import GRAPH_WARMUP, TextbookWorkload, by_sizes
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import Stage
-from stepscope.recording import ranges
+from stepscope.recording import driven, ranges
 from stepscope.recording.capture import capture_range
 from stepscope.recording.ceilings import ceilings_for, load_ceilings, supported_dtypes
 from stepscope.recording.compilation import CompilationWatch, compile_report, reset_compilation
 from stepscope.recording.device import HostLoad, is_out_of_memory
-from stepscope.recording.driven import (
-    capture_kineto,
-    observe_step,
-    profile_step,
-    step_flops,
-    step_habits,
-    step_operators,
-    step_traffic,
-    trace_nvtx,
-)
 from stepscope.recording.environment import launcher, read_environment
 from stepscope.recording.held_tensors import local_part, tensors_within
 from stepscope.recording.nvml import LEAST_S, EnergyMeter, GpuSampler, gpu_sampled, nvml_kept_open, read_gpu
@@ -226,15 +205,15 @@ def observe(draft: Draft) -> None:
         return
     draft.begin("observe")
     step, device = draft.step, draft.device
-    precision = Precision(
+    precision = evidence.Precision(
         float32_matmul=torch.get_float32_matmul_precision(), probe_relative_error=probe_relative_error(device)
     )
     draft.set_evidence(precision=precision)
-    observation, memory = observe_step(step, device, draft.held_before_bytes)
+    observation, memory = driven.observe_step(step, device, draft.held_before_bytes)
     draft.set_evidence(observation=observation, memory=memory)
-    draft.set_evidence(operators=step_operators(step, device, draft.timing))
+    draft.set_evidence(operators=driven.step_operators(step, device, draft.timing))
     if draft.run.workload.factory:
-        draft.set_evidence(habits=step_habits(step, device))
+        draft.set_evidence(habits=driven.step_habits(step, device))
     if step.cuda_graphs:
         draft.note("allocated peaks: tensors of replayed CUDA graphs count as reserved only")
     if not draft.request.settings.profile:
@@ -246,7 +225,7 @@ def observe(draft: Draft) -> None:
         left_out(draft, "a profile")
         return
     draft.begin("profile")
-    profile = profile_step(step, device, draft.timing, draft.ranks)
+    profile = driven.profile_step(step, device, draft.timing, draft.ranks)
     draft.set_evidence(profile=profile, precision=with_kernels(precision, profile))
 
 
@@ -259,7 +238,7 @@ def count_work(draft: Draft) -> None:
         left_out(draft, "FLOPs")
         return
     draft.begin("count FLOPs")
-    mine, unknown = step_flops(draft.step, draft.timing)
+    mine, unknown = driven.step_flops(draft.step, draft.timing)
     of_ranks: list[bytes] = draft.ranks.gathered(msgspec.json.encode(mine)) if draft.ranks.backend else []
     work = msgspec.json.decode(of_ranks[0], type=dict[str, Work]) if of_ranks else mine
     for other in of_ranks[1:]:  # each has a part of the batch, and of nothing else
@@ -282,7 +261,7 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
     if draft.run.workload.strategy.stages(draft.ranks.ranks) > 1:
         of_ranks: list[tuple[int, int]] = draft.ranks.gathered((whole, trained))
         whole, trained = sum(whole for whole, _ in of_ranks), sum(trained for _, trained in of_ranks)
-    mine = RankFigures(
+    mine = evidence.RankFigures(
         rank=draft.ranks.rank,
         host=socket.gethostname(),
         device_name=environment.device_name if environment else "",
@@ -290,14 +269,16 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
         parameter_bytes=parameters,
         optimizer_bytes=state,
     )
-    found: list[tuple[bytes, tuple[Span, ...]]] = draft.ranks.gathered((msgspec.json.encode(mine), result.spans_ns))
-    figures = tuple(msgspec.json.decode(one, type=RankFigures) for one, _ in found)
-    shared = RanksEvidence(
+    found: list[tuple[bytes, tuple[evidence.Span, ...]]] = draft.ranks.gathered(
+        (msgspec.json.encode(mine), result.spans_ns)
+    )
+    figures = tuple(msgspec.json.decode(one, type=evidence.RankFigures) for one, _ in found)
+    shared = evidence.RanksEvidence(
         backend=draft.ranks.backend, ranks=figures, threads=draft.ranks.threads, start_s=draft.ranks.start_s,
         started_here=draft.ranks.started_here, correct=draft.correct, whole_parameter_bytes=whole,
         whole_gradient_bytes=trained,
     )  # fmt: skip
-    together = steps_together([spans for _, spans in found], one_clock=shared.one_host)
+    together = evidence.steps_together([spans for _, spans in found], one_clock=shared.one_host)
     step = msgspec.structs.replace(result.samples[STEP], values_s=together)
     draft.set(samples={**result.samples, STEP: step}, shared=shared)
 
@@ -308,7 +289,7 @@ def count_traffic(draft: Draft) -> None:
         draft.note("no bytes of collectives: what CUDA graphs replay calls none that could be counted")
         return
     draft.begin("count communication")
-    draft.traffic = step_traffic(draft.step, draft.timing)
+    draft.traffic = driven.step_traffic(draft.step, draft.timing)
 
 
 def bring_the_ranks_together(draft: Draft) -> None:
@@ -317,7 +298,7 @@ def bring_the_ranks_together(draft: Draft) -> None:
     if shared is None:
         return
     profile = run.evidence.profile
-    communication = Communication(
+    communication = evidence.Communication(
         calls=draft.traffic,
         communication_s=profile.communication_s if profile else None,
         exposed_s=profile.exposed_s if profile else None,
@@ -330,7 +311,7 @@ def bring_the_ranks_together(draft: Draft) -> None:
         communication=communication,
     )
     of_ranks: list[bytes] = draft.ranks.gathered(msgspec.json.encode(mine))
-    figures = tuple(msgspec.json.decode(one, type=RankFigures) for one in of_ranks)
+    figures = tuple(msgspec.json.decode(one, type=evidence.RankFigures) for one in of_ranks)
     files: dict[str, str] = {}
     for figure in figures:
         if figure.rank:
@@ -491,7 +472,7 @@ class _Readings:
         """alone: whether no other step takes turns with this one. Power would be that of both."""
         self._draft, self._sampler, self._alone = draft, sampler, alone
         self._meter = EnergyMeter(draft.device)
-        self.energy: Energy | None = None
+        self.energy: evidence.Energy | None = None
         """That of the measured steps, once they are over."""
         self._began_s = 0.0
         """When the measured steps began; 0 before they did."""
@@ -567,7 +548,7 @@ def check_the_ranks(draft: Draft) -> None:
 
     correct = check_ranks(workload.parallel, make, small, draft.device, draft.ranks)
 
-    def with_smaller_sizes(sized: TextbookWorkload) -> Correctness:
+    def with_smaller_sizes(sized: TextbookWorkload) -> evidence.Correctness:
         # The sizes in which the step that was checked is smaller than the workload's.
         checked, whole = (
             {"layers": w.layers, "vocabulary": w.model.vocabulary, "seq_len": w.seq_len, "batch_size": w.batch_size}
@@ -605,7 +586,7 @@ def _small(workload: TextbookWorkload) -> TextbookWorkload:
     )
 
 
-def _fault_of(found: Correctness, name: str) -> str:
+def _fault_of(found: evidence.Correctness, name: str) -> str:
     """What the ranks compute wrongly, in a line."""
     wrong, allowed, what = found.gradient_error, found.gradient_allowed, "the gradients of the first step"
     if wrong <= allowed:
@@ -627,7 +608,7 @@ def trace_by_kineto(draft: Draft) -> None:
     """Trace with torch.profiler."""
     trace = draft.request.trace
     with _captured(draft, "kineto", str(torch.__version__)):
-        capture = capture_kineto(
+        capture = driven.capture_kineto(
             draft.step,
             draft.device,
             draft.timing,
@@ -645,8 +626,8 @@ def trace_for_the_watching_tool(draft: Draft) -> None:
         if not ranges.current_emitters():
             raise InputError(ranges.NO_NVTX)
         with capture_range(draft.device):
-            samples = trace_nvtx(draft.step, draft.device, draft.timing, draft.request.trace.steps, draft.ranks)
-        draft.keep_capture(Capture(tool="nvtx", tool_version="", samples=samples))
+            samples = driven.trace_nvtx(draft.step, draft.device, draft.timing, draft.request.trace.steps, draft.ranks)
+        draft.keep_capture(evidence.Capture(tool="nvtx", tool_version="", samples=samples))
 
 
 def trace_by_nsys(draft: Draft) -> None:
@@ -666,4 +647,4 @@ def _captured(draft: Draft, tool: str, version: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        draft.keep_capture(Capture(tool=tool, tool_version=version, failure=one_line(error)))
+        draft.keep_capture(evidence.Capture(tool=tool, tool_version=version, failure=one_line(error)))

@@ -20,15 +20,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from stepscope.core import interrupts
-from stepscope.core.errors import (
-    EXIT_DEVICE_FAILED,
-    EXIT_WRONG_INPUT,
-    DeviceError,
-    InputError,
-    StepscopeError,
-    one_line,
-)
+from stepscope.core import errors, interrupts
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.cell_process import MARK, kill_marked
 
@@ -37,7 +29,7 @@ class _Answer(msgspec.Struct, kw_only=True):
     """The result that the child writes to the file that its parent named."""
 
     error: str | None = None
-    exit_code: int = EXIT_WRONG_INPUT
+    exit_code: int = errors.EXIT_WRONG_INPUT
     data: str = ""
 
 
@@ -70,9 +62,9 @@ def ask_apart(module: str, *arguments: str, what: str, keeps: bool = False) -> b
         raise KeyboardInterrupt
     if answer is None:
         end = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-        raise InputError(f"{what} ended its process {end} before it was done: let it return instead")
+        raise errors.InputError(f"{what} ended its process {end} before it was done: let it return instead")
     if answer.error is not None:
-        raise (DeviceError if answer.exit_code == EXIT_DEVICE_FAILED else InputError)(answer.error)
+        raise (errors.DeviceError if answer.exit_code == errors.EXIT_DEVICE_FAILED else errors.InputError)(answer.error)
     return answer.data.encode()
 
 
@@ -122,7 +114,7 @@ def answer_apart(make: Callable[..., str]) -> NoReturn:
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         answer = _Answer(data=make(*sys.argv[2:]))
-    except StepscopeError as error:
+    except errors.StepscopeError as error:
         answer = _Answer(error=str(error), exit_code=error.exit_code)
     except KeyboardInterrupt:  # The user's code raised it, or a signal: whoever asked knows of that.
         answer = _Answer(error=f"{' '.join(sys.argv[2:3])}: KeyboardInterrupt was raised")
@@ -146,7 +138,7 @@ def load_recipe(path: Path) -> list[TextbookWorkload]:
     Raises InputError naming the file, the line and the fault.
     """
     if not path.is_file():
-        raise InputError(f"no recipe at {path}: give a Python file that defines {FUNCTION}()")
+        raise errors.InputError(f"no recipe at {path}: give a Python file that defines {FUNCTION}()")
     found = ask_apart(__name__, str(path), what=f"the recipe {path}")
     return msgspec.json.decode(found, type=list[TextbookWorkload])
 
@@ -163,29 +155,29 @@ def evaluate(path: Path) -> list[TextbookWorkload]:
         return _workloads_of(path)
     except SyntaxError as error:
         where = error.filename if error.filename and Path(error.filename).name != path.name else path
-        raise InputError(f"{where}{f' line {error.lineno}' if error.lineno else ''}: {error.msg}") from error
+        raise errors.InputError(f"{where}{f' line {error.lineno}' if error.lineno else ''}: {error.msg}") from error
     except BaseException as error:  # a recipe is a program: whatever it raises is its own fault, and is reported
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = lines[-1] if lines else None
-        if isinstance(error, InputError) and line is None:
+        if isinstance(error, errors.InputError) and line is None:
             raise
-        kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
-        raise InputError(f"{path}{f' line {line}' if line else ''}: {kind}{one_line(error)}") from error
+        kind = "" if isinstance(error, errors.InputError) else f"{type(error).__name__}: "
+        raise errors.InputError(f"{path}{f' line {line}' if line else ''}: {kind}{errors.one_line(error)}") from error
 
 
 def _workloads_of(path: Path) -> list[TextbookWorkload]:
     function: Any = runpy.run_path(str(path)).get(FUNCTION)
     if not callable(function):
-        raise InputError(f"{path} defines no function {FUNCTION}(): write one that returns Workloads")
+        raise errors.InputError(f"{path} defines no function {FUNCTION}(): write one that returns Workloads")
     made: Any = function()
     workloads: list[Any] = list(itertools.islice(made, MOST + 1))
     strangers = [w for w in workloads if not isinstance(w, TextbookWorkload)]
     if strangers:
-        raise InputError(f"{path}: {FUNCTION}() returned {type(strangers[0]).__name__} among its workloads")
+        raise errors.InputError(f"{path}: {FUNCTION}() returned {type(strangers[0]).__name__} among its workloads")
     if not workloads:
-        raise InputError(f"{path}: {FUNCTION}() returned no workloads")
+        raise errors.InputError(f"{path}: {FUNCTION}() returned no workloads")
     if len(workloads) > MOST:
-        raise InputError(f"{path}: {FUNCTION}() returned more than {MOST:,} workloads")
+        raise errors.InputError(f"{path}: {FUNCTION}() returned more than {MOST:,} workloads")
     return workloads
 
 

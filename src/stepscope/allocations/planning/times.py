@@ -21,20 +21,7 @@ from stepscope.core.answer import Slice
 from stepscope.core.checkpointing import OFFLOAD, most_that_fit, offload_of, spans_of
 from stepscope.core.device_spec import DeviceSpec, pcie_generation
 from stepscope.core.errors import InputError
-from stepscope.core.formulas import adamw_work
-from stepscope.core.formulas.communication import (
-    Copies,
-    Transfer,
-    When,
-    context_transfers,
-    data_copies,
-    data_transfers,
-    end_transfers,
-    expert_transfers,
-    pipeline_transfers,
-    tensor_transfers,
-    transfer_s,
-)
+from stepscope.core.formulas import adamw_work, communication
 from stepscope.core.formulas.planned_model import PlannedModel, bubble_turns, largest_stage
 from stepscope.core.formulas.transformer import moment_bytes
 from stepscope.core.layout import SHARDINGS, Layout
@@ -278,7 +265,7 @@ class _DataSeconds(msgspec.Struct, frozen=True, kw_only=True):
     reduced: float
     after: float
     """What is sent when backward has ended."""
-    copies: Copies
+    copies: communication.Copies
     """In seconds."""
 
 
@@ -302,7 +289,7 @@ class Clock:
         self.model: PlannedModel = memory.model
         self._blocks: dict[tuple[object, ...], BlockTimes] = {}
         self._ends: dict[tuple[object, ...], BlockTimes] = {}
-        self._seconds: dict[Transfer, float] = {}
+        self._seconds: dict[communication.Transfer, float] = {}
         self._sent: dict[tuple[object, ...], _DataSeconds] = {}
         self._sends: dict[tuple[object, ...], float] = {}
 
@@ -428,9 +415,9 @@ class Clock:
         one, two = (self.memory.moved(layout, first=False, last=False, blocks=blocks) for blocks in (1, 2))
         sizes = bytes_of(self.workload, layout.sharding)
         transfers = {
-            "tensor parallel": list(tensor_transfers(self.model, layout, length, sizes, 1)),
-            "context parallel": list(context_transfers(self.model, layout, length, sizes, 1)),
-            "expert parallel": list(expert_transfers(self.model, layout, length, sizes, 1)),
+            "tensor parallel": list(communication.tensor_transfers(self.model, layout, length, sizes, 1)),
+            "context parallel": list(communication.context_transfers(self.model, layout, length, sizes, 1)),
+            "expert parallel": list(communication.expert_transfers(self.model, layout, length, sizes, 1)),
         }
         moved = Moved(*map(sub, two, one))
         return self._with_rest(forward, backward, moved, products=count, transfers=transfers, hooks=_hooks_s(layout))
@@ -446,7 +433,7 @@ class Clock:
             forward, backward = {"matrix products": head}, {"matrix products": 2 * head}
             without, with_ends = (self.memory.moved(layout, first=ends, last=ends, blocks=1) for ends in (False, True))
             sizes = bytes_of(self.workload, layout.sharding)
-            transfers = {"tensor parallel": list(end_transfers(self.model, layout, length, sizes))}
+            transfers = {"tensor parallel": list(communication.end_transfers(self.model, layout, length, sizes))}
             moved = Moved(*map(sub, with_ends, without))
             self._ends[key] = self._with_rest(forward, backward, moved, products=1, transfers=transfers)
         return self._ends[key]
@@ -458,13 +445,13 @@ class Clock:
         moved: Moved,
         *,
         products: int,
-        transfers: dict[str, list[Transfer]],
+        transfers: dict[str, list[communication.Transfer]],
         hooks: tuple[float, float] = (0.0, 0.0),
     ) -> BlockTimes:
         """These times and all others: elementwise kernels, what the device waits for their launches and for a host that
         runs hooks, and transfers that nothing hides, by part."""
         rates = self.rates
-        phases: tuple[tuple[When, dict[str, float], float, float, float, int, float], ...] = (
+        phases: tuple[tuple[communication.When, dict[str, float], float, float, float, int, float], ...] = (
             ("forward", forward, moved.forward, moved.fused_forward, moved.kernels_forward, 1, hooks[0]),
             ("backward", backward, moved.backward, moved.fused_backward, moved.kernels_backward, 2, hooks[1]),
         )
@@ -480,17 +467,17 @@ class Clock:
                     times[part] = seconds
         return BlockTimes(forward=forward, backward=backward)
 
-    def _sum(self, transfers: list[Transfer], when: When, *, overlaps: bool) -> float:
+    def _sum(self, transfers: list[communication.Transfer], when: communication.When, *, overlaps: bool) -> float:
         return sum(
             transfer.times * self.seconds(transfer)
             for transfer in transfers
             if transfer.when == when and transfer.overlaps == overlaps
         )
 
-    def seconds(self, transfer: Transfer) -> float:
+    def seconds(self, transfer: communication.Transfer) -> float:
         """Seconds of one such collective."""
         if transfer not in self._seconds:
-            self._seconds[transfer] = transfer_s(self.network, transfer)
+            self._seconds[transfer] = communication.transfer_s(self.network, transfer)
         return self._seconds[transfer]
 
     def _send(self, layout: Layout) -> float:
@@ -499,7 +486,7 @@ class Clock:
         key = (*self._key(layout), layout.data)
         if key not in self._sends:
             sizes = bytes_of(self.workload, layout.sharding)
-            sends = pipeline_transfers(self.model, layout, self.workload.seq_len, sizes)
+            sends = communication.pipeline_transfers(self.model, layout, self.workload.seq_len, sizes)
             self._sends[key] = next((self.seconds(one) for one in sends), 0.0)
         return self._sends[key]
 
@@ -530,10 +517,10 @@ class Clock:
 
     def _data_seconds(self, layout: Layout) -> "_DataSeconds":
         sizes, rate = bytes_of(self.workload, layout.sharding), self.rates.fused_bytes_per_s
-        transfers = list(data_transfers(self.model, layout, sizes))
+        transfers = list(communication.data_transfers(self.model, layout, sizes))
         gathers = [one for one in transfers if one.what == "parameters"]
         reduces = [one for one in transfers if one.what == "gradients"]
-        copies = data_copies(self.model, layout, sizes)
+        copies = communication.data_copies(self.model, layout, sizes)
         return _DataSeconds(
             pieces=max((one.times for one in transfers), default=1),
             forward=self._sum(transfers, "forward", overlaps=True),
@@ -541,7 +528,9 @@ class Clock:
             gathered=self._sum(gathers, "step", overlaps=True),
             reduced=self._sum(reduces, "step", overlaps=True),
             after=self._sum(reduces, "step", overlaps=False),
-            copies=Copies(forward=copies.forward / rate, backward=copies.backward / rate, step=copies.step / rate),
+            copies=communication.Copies(
+                forward=copies.forward / rate, backward=copies.backward / rate, step=copies.step / rate
+            ),
         )
 
     def _optimizer_s(self, layout: Layout) -> float:

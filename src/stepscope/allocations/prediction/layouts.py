@@ -42,14 +42,8 @@ from stepscope.allocations.prediction.symbolic_tensors import (
 )
 from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, spans_of
 from stepscope.core.evidence import CATEGORIES
+from stepscope.core.formulas import planned_model
 from stepscope.core.formulas.communication import Bytes
-from stepscope.core.formulas.planned_model import (
-    PlannedModel,
-    chunks_in_flight,
-    largest_stage,
-    local_keys,
-    local_shapes,
-)
 from stepscope.core.formulas.transformer import Shapes, moment_bytes
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.parts import REFERENCE, scores_of
@@ -193,7 +187,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
     workload: TextbookWorkload
     """The rank's: its blocks, its share of the sequence, one micro-batch."""
-    model: PlannedModel
+    model: planned_model.PlannedModel
     tensor: int = 1
     context: int = 1
     first: bool = True
@@ -218,7 +212,7 @@ class RankModel(SymbolicModel):
         self.d_ff = config.d_ff // self.ranks
         self.rows = self.tokens * config.heads // self.ranks
         self.scores = self.rows * stage.workload.seq_len * self.context
-        keys = local_keys(config, self.ranks) // config.head_dim
+        keys = planned_model.local_keys(config, self.ranks) // config.head_dim
         self.queries_per_key = config.heads // self.ranks // keys
         self.sums_shared_keys = self.queries_per_key > 1
 
@@ -228,7 +222,7 @@ class RankModel(SymbolicModel):
         return super()._parameter(name, shapes, prefix)
 
     def _block(self, index: int) -> BlockParameters:
-        shapes = local_shapes(self.planned.config, self.ranks)
+        shapes = planned_model.local_shapes(self.planned.config, self.ranks)
         return {name.removesuffix(".weight"): self._parameter(name, shapes, f"blocks.{index}.") for name in shapes}
 
     def received(self, tape: Tape) -> Tensor:
@@ -582,7 +576,7 @@ class _RankStage(msgspec.Struct, frozen=True, kw_only=True):
 class RankMemory:
     """Answers what a rank of any layout of one step needs; remembers what layouts have in common."""
 
-    def __init__(self, workload: TextbookWorkload, model: PlannedModel) -> None:
+    def __init__(self, workload: TextbookWorkload, model: planned_model.PlannedModel) -> None:
         self.workload, self.model = workload, model
         self._linear = scores_of(workload.attention) != "whole"
         """Whether activations grow with the number of tokens: those of fused attention do."""
@@ -629,7 +623,7 @@ class RankMemory:
         if key in self._counts:
             return self._counts[key]
         last = layout.pipeline - 1
-        chunk = largest_stage(self.model.config.layers, layout.stages)
+        chunk = planned_model.largest_stage(self.model.config.layers, layout.stages)
         fewer = chunk * layout.stages - self.model.config.layers
         # Where blocks do not divide evenly, the ranks with head and embedding have fewer of them.
         blocks = chunk * layout.chunks - (rank == last and fewer > 0) - (rank == 0 and last > 0 and fewer > 1)
@@ -661,7 +655,7 @@ class RankMemory:
         parameters, gradients, moments = self._states(layout, sizes, held)
         made_here = layout.micro_batches * layout.chunks == 1 and self.model.experts == 1
         stage = _RankStage(
-            blocks=largest_stage(self.model.config.layers, layout.stages),
+            blocks=planned_model.largest_stage(self.model.config.layers, layout.stages),
             first=rank == 0,
             last=rank == layout.pipeline - 1,
             gradients="made" if made_here else "elsewhere",
@@ -671,7 +665,7 @@ class RankMemory:
             stage = msgspec.structs.replace(stage, first=False)  # the embedding is in another chunk
         needs = self._stage_needs(layout, stage, exactly)
         once = sum(held) * self._gathered_bytes(layout, sizes) if sharding.gathers == "once" else 0
-        saved = (chunks_in_flight(layout, rank) - 1) * needs.saved
+        saved = (planned_model.chunks_in_flight(layout, rank) - 1) * needs.saved
         kept = 0 if made_here else gradients
         fixed = 2 * WORKSPACE_BYTES + 2 * DISTINCT_BATCHES * 8 * self.workload.tokens // layout.data // layout.context
         roots = moments // 2 if self.workload.optimizer == "adamw-foreach" else 0
@@ -789,7 +783,7 @@ class RankMemory:
 def memory_of_ranks(workload: TextbookWorkload) -> RankMemory:
     """What a rank needs in any layout of a step that ranks share."""
     alone = msgspec.structs.replace(workload, parallel=NOT_PARALLEL, ranks=1)
-    return RankMemory(alone, PlannedModel(config=workload.model))
+    return RankMemory(alone, planned_model.PlannedModel(config=workload.model))
 
 
 def sharded_peak(workload: TextbookWorkload, gpus: int) -> int:
@@ -805,4 +799,4 @@ def sharded_peak(workload: TextbookWorkload, gpus: int) -> int:
     )
     # A layout's ranks share the workload's tokens, and these have as many each.
     of_others = 2 * DISTINCT_BATCHES * 8 * (workload.tokens - workload.tokens // gpus)
-    return RankMemory(workload, PlannedModel(config=workload.model)).needs(layout).peak + of_others
+    return RankMemory(workload, planned_model.PlannedModel(config=workload.model)).needs(layout).peak + of_others

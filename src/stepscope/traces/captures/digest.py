@@ -9,20 +9,12 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.core import run_directory
 from stepscope.core.answer import Finding
 from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.files import check_no_pointer, decode_document, read_named
 from stepscope.core.run import Run
-from stepscope.core.run_directory import (
-    CAPTURE_FILES,
-    DIGEST_FILE,
-    EXPORT_FILE,
-    RUN_FILE,
-    STREAM_FILE,
-    load_run,
-    write_atomically,
-)
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.summary import AttentionRow, KernelRow, PhaseSummary, TraceSummary
@@ -60,14 +52,14 @@ def find_capture(path: Path) -> Path:
     if not path.is_dir():
         if not path.is_file():  # a capture is read from its start more than once
             raise InputError(f"{path}: a pipe or device, not a file: write the capture to a file first")
-        exported = path.with_name(EXPORT_FILE)
-        return exported if path.name == STREAM_FILE and exported.is_file() else path
+        exported = path.with_name(run_directory.EXPORT_FILE)
+        return exported if path.name == run_directory.STREAM_FILE and exported.is_file() else path
     if any(path.glob("*.parquet")):
         return path
-    for name in CAPTURE_FILES:
+    for name in run_directory.CAPTURE_FILES:
         if (path / name).exists():
             return path / name
-    remedy = " (measure it again with --record kineto)" if (path / RUN_FILE).exists() else ""
+    remedy = " (measure it again with --record kineto)" if (path / run_directory.RUN_FILE).exists() else ""
     raise InputError(f"{path}: this directory holds no trace{remedy}")
 
 
@@ -191,9 +183,9 @@ def digest_of(summary: TraceSummary, findings: tuple[Finding, ...]) -> TraceDige
 
 def save_digest(digest: TraceDigest, directory: Path) -> Path:
     """Write the digest into a run directory. Raises StepscopeError if it cannot be written."""
-    target = directory / DIGEST_FILE.format(tool=digest.tool)
+    target = directory / run_directory.DIGEST_FILE.format(tool=digest.tool)
     try:
-        write_atomically(msgspec.json.format(msgspec.json.encode(digest), indent=1) + b"\n", target)
+        run_directory.write_atomically(msgspec.json.format(msgspec.json.encode(digest), indent=1) + b"\n", target)
     except OSError as error:
         raise StepscopeError(f"cannot write {target}: {error.strerror or error}") from None
     return target
@@ -201,7 +193,7 @@ def save_digest(digest: TraceDigest, directory: Path) -> Path:
 
 def load_digest(directory: Path, tool: str = "kineto") -> TraceDigest | None:
     """The digest in a run directory, or None if there is none. Raises InputError if it cannot be read."""
-    file = directory / DIGEST_FILE.format(tool=tool)
+    file = directory / run_directory.DIGEST_FILE.format(tool=tool)
     if not file.is_file():
         return None
     return decode_document(
@@ -220,9 +212,9 @@ def load_capture(path: Path, *, say: Callable[[str], None]) -> TraceSummary:
     attribution = attribute(read_trace(path))
     attribution.self_check()
     run, folder = None, find_capture(path).parent
-    if (folder / RUN_FILE).is_file():
+    if (folder / run_directory.RUN_FILE).is_file():
         try:
-            run = load_run(folder)
+            run = run_directory.load_run(folder)
         except InputError as error:
             say(f"the run beside the capture is left out: {error}")
     return TraceSummary(attribution=attribution, run=run)
@@ -241,7 +233,7 @@ def digest_beside(
     capture = directory / run.artifacts.get(tool, "-")
     on_cpu = run.environment is None or run.environment.device_type == "cpu"
     if not capture.is_file():
-        kept, stream = load_digest(directory, tool), directory / STREAM_FILE
+        kept, stream = load_digest(directory, tool), directory / run_directory.STREAM_FILE
         if kept is not None or tool != "nsys" or on_cpu or not stream.is_file():
             return kept
         capture = stream  # nsys recorded, and could not import there: its own importer reads the stream
