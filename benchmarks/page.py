@@ -1,17 +1,20 @@
-"""How long does a page take to write and to open? A run with a large trace, and a sweep of many cells.
+"""How long does a page take to write and to open? A run with a large trace, a sweep of many cells, an index of runs.
 
-    python benchmarks/page.py [--kernels 50000] [--cells 500] [--rounds 3] [--json FILE]
+    python benchmarks/page.py [--kernels 50000] [--cells 500] [--runs 5000] [--rounds 3] [--json FILE]
     python benchmarks/page.py --show FILE...        # a table of results kept with --json
+    python benchmarks/page.py --pictures docs       # the pictures of docs/report.md, and nothing is timed
 
 The trace is a small one written many times over (benchmarks/kineto_tiles.py), and the sweep copies of one stored run
-with other sizes and times. Each page is written by a process of its own, from the prompt to the prompt, and opened in a
-Chromium: until the first frame after the page is loaded is drawn.
+with other sizes and times. The runs of the index are those of benchmarks/many_runs.py, listed once before. Each page is
+written by a process of its own, from the prompt to the prompt: the seconds that pass, and those that its processor
+works, which other programs change little. It is opened in a Chromium, until the first frame after loading is drawn.
 """
 
 import argparse
 import gzip
 import json
 import math
+import resource
 import shutil
 import statistics
 import subprocess
@@ -25,6 +28,7 @@ import msgspec
 import torch
 from playwright.sync_api import sync_playwright
 
+import many_runs
 from kineto_tiles import tile_kineto
 from stepscope.core.run_directory import KINETO_FILE, RUN_FILE
 from stepscope.recording.environment import read_environment
@@ -42,6 +46,7 @@ class Timed(msgspec.Struct, kw_only=True):
 
     what: str
     written_s: list[float]
+    processor_s: list[float]
     opened_s: list[float]
     bytes: int
 
@@ -83,19 +88,57 @@ def sweep(folder: Path, cells: int) -> Path:
     return place
 
 
-def timed(what: str, source: Path, out: Path, rounds: int, browser: Any) -> Timed:
+def all_runs(folder: Path, count: int) -> Path:
+    """So many runs, listed once."""
+    place = folder / "runs"
+    place.mkdir()
+    many_runs.make(place, count)
+    subprocess.run([sys.executable, "-m", "stepscope", "ls", str(place)], check=True, capture_output=True)
+    return place
+
+
+def timed(what: str, source: Path, out: Path, rounds: int, browser: Any, *options: str) -> Timed:
     """Write the page of a source, and open it."""
-    command = [sys.executable, "-m", "stepscope", "report", str(source), "-o", str(out)]
-    written, opened = [], []
+    command = [sys.executable, "-m", "stepscope", "report", str(source), "-o", str(out), *options]
+    written, worked, opened = [], [], []
     for _ in range(rounds):
-        began = time.perf_counter()
+        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, capture_output=True)
         written.append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        worked.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         page = browser.new_page()
         page.goto(out.as_uri(), wait_until="load")
         opened.append(page.evaluate(_PAINTED) / 1e3)
         page.close()
-    return Timed(what=what, written_s=written, opened_s=opened, bytes=out.stat().st_size)
+    return Timed(what=what, written_s=written, processor_s=worked, opened_s=opened, bytes=out.stat().st_size)
+
+
+_COMPARED = """() => { for (const box of [...document.querySelectorAll("#all tbody input")].slice(0, 2)) box.click();
+    document.getElementById("compare").click(); }"""
+
+
+def picture(arguments: argparse.Namespace) -> None:
+    """Write the pictures of the documents into a folder: a run, a sweep on a phone, and the index."""
+    with sync_playwright() as driver, tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        phone = {"width": 390, "height": 844}
+        pictures = (
+            ("report-run", LOOP, {"width": 1200, "height": 1300}, "light", ""),
+            ("report-phone", ROOT / "results" / "h200" / "plain", phone, "dark", ""),
+            ("report-index", all_runs(folder, arguments.runs), {"width": 1200, "height": 1120}, "light", _COMPARED),
+        )
+        for out, source, size, scheme, action in pictures:
+            html = folder / f"{out}.html"
+            command = [sys.executable, "-m", "stepscope", "report", str(source), "-o", str(html)]
+            subprocess.run([*command, *(["--runs", str(source)] if action else [])], check=True, capture_output=True)
+            page = browser.new_page(viewport=size, color_scheme=scheme, reduced_motion="reduce")
+            page.goto(html.as_uri())
+            if action:
+                page.evaluate(action)
+            page.screenshot(path=arguments.pictures / f"{out}.png")
+            page.close()
 
 
 def measure(arguments: argparse.Namespace) -> Result:
@@ -112,6 +155,8 @@ def measure(arguments: argparse.Namespace) -> Result:
                       folder / "run.html", rounds, browser),
                 timed(f"a sweep of {arguments.cells:,} cells", sweep(folder, arguments.cells), folder / "sweep.html",
                       rounds, browser),
+                timed(f"the index of {arguments.runs:,} runs", all_runs(folder, arguments.runs), folder / "index.html",
+                      rounds, browser, "--runs", str(folder / "runs")),
                 timed("a run", next((ROOT / "results" / "cpu" / "first").glob("**/run.json")), folder / "small.html",
                       rounds, browser),
             ],
@@ -120,10 +165,10 @@ def measure(arguments: argparse.Namespace) -> Result:
 
 def render(result: Result) -> str:
     """The result as a Markdown table."""
-    lines = ["| page | written | opened | size |", "| --- | --- | --- | --- |"]
+    lines = ["| page | written | processor | opened | size |", "| --- | --- | --- | --- | --- |"]
     lines += [
-        f"| {page.what} | {statistics.median(page.written_s):.2f} s | {statistics.median(page.opened_s):.2f} s | "
-        f"{page.bytes / 1e3:,.0f} kB |"
+        f"| {page.what} | {statistics.median(page.written_s):.2f} s | {statistics.median(page.processor_s):.2f} s | "
+        f"{statistics.median(page.opened_s):.2f} s | {page.bytes / 1e3:,.0f} kB |"
         for page in result.pages
     ]
     return f"{result.environment}; {result.browser}\n\n" + "\n".join(lines) + "\n"
@@ -134,13 +179,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", type=int, default=50_000)
     parser.add_argument("--cells", type=int, default=500)
+    parser.add_argument("--runs", type=int, default=5000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--pictures", type=Path, metavar="DIR")
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
     arguments = parser.parse_args()
     if arguments.show:
         for path in arguments.show:
             sys.stdout.write(render(msgspec.json.decode(path.read_bytes(), type=Result)))
+        return
+    if arguments.pictures:
+        picture(arguments)
         return
     result = measure(arguments)
     sys.stdout.write(render(result))

@@ -42,6 +42,7 @@ def test_a_page_lies_beside_its_run(tmp_path: Path):
     ("what", "kind"),
     [
         ([RESULTS / "h200" / "plain"], "sweep"),
+        ([RUN, "--runs", RUN], "index"),
         ([SNAPSHOT], "snapshot"),
         ([RESULTS / "h200" / "plain", RESULTS / "h200" / "tf32", "--compare", "--across", "dtype"], "comparison"),
         ([RESULTS / "h200-x2" / "ranks" / "late-0"], "ranks"),

@@ -15,10 +15,11 @@ from stepscope.core.answer import Answer, Line, error, note, table_of, text, war
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, Precision, Updates
 from stepscope.core.run import Failure, Run
-from stepscope.core.run_directory import load_run
+from stepscope.core.run_directory import load_run, save_run
 from stepscope.core.units import format_bytes
 from stepscope.rendering.pages import Page
-from stepscope.rendering.pages.html import redacted
+from stepscope.rendering.pages.html import redacted, render_page
+from stepscope.rendering.pages.index import is_index, page_of_index
 from stepscope.rendering.pages.named import commands_of, page_named, page_of_comparison, page_of_run, page_of_runs
 from stepscope.rendering.pages.of_answer import gravest, page_of_answer, page_of_capture
 from stepscope.traces.captures.answer import icicle_panel
@@ -68,6 +69,37 @@ def test_a_model_without_tokens_shows_samples_and_a_small_mfu_is_not_nothing():
     assert figure(page, "MFU") == f"{flops / step_s / 66.9e12 * 100:.1f} %", "of the datasheet's fp32"
     share = page_named([str(LOOP)], Path("runs"), quiet)
     assert figure(share, "MFU") == "0.008 %", "79.28 GFLOP/s of 989.4 TFLOP/s"
+
+
+def test_the_index_holds_each_run_once_and_each_workloads_history(tmp_path: Path):
+    times = [0.010, 0.0101, 0.0099, 0.01, 0.0102, 0.0201, 0.02, 0.0199, 0.0202, 0.0203]
+    for number, step_s in enumerate(times):
+        run = make_run(mini(), forward=[step_s] * 12)
+        run = msgspec.structs.replace(
+            run, id=f"r{number}", created=f"2026-01-{number + 1:02}T00:00:00+00:00", tag="<b>"
+        )
+        (tmp_path / run.id).mkdir()
+        save_run(run, tmp_path / run.id)
+    lost = msgspec.structs.replace(
+        run, id="lost", created="2026-02-01T00:00:00+00:00", status="out-of-memory", samples={}
+    )
+    for name in ("lost", "broken"):
+        (tmp_path / name).mkdir()
+    save_run(lost, tmp_path / "lost")
+    (tmp_path / "broken" / "run.json").write_text("{")
+    assert is_index([str(tmp_path)], tmp_path) and not is_index([str(tmp_path / "lost")], tmp_path)
+    page = page_of_index(tmp_path)
+    assert page.index is not None and figure(page, "measured") == "10 of 11"
+    figures = page.index.figures
+    assert figures["id"] == ["lost", *(f"r{number}" for number in reversed(range(10)))]
+    assert figures["step"][:2] == [None, pytest.approx(20.3)] and figures["status"][0] == "OOM"
+    assert page.index.histories == [[pytest.approx(one * 1e3) for one in times]] and page.index.changes == [[5]]
+    assert page.index.since[0] == pytest.approx(100, abs=2) and figure(page, "largest change of level") == "+101.0 %"
+    assert titles(page) == ["Devices and versions", "Runs that cannot be read", "Notes"]
+    text_of_page = render_page(page)
+    assert "\\u003cb\\u003e" in text_of_page and "<b>" not in text_of_page.partition('id="data"')[2]
+    without = redacted(page).index
+    assert without is not None and set(without.figures["tag"]) == {""}
 
 
 def test_what_only_reads_is_said_to_show_and_not_to_measure():

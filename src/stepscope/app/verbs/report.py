@@ -50,8 +50,8 @@ def command(
     what: Annotated[
         list[str],
         Argument(
-            "A run, `last`, a set, a folder of runs, a trace, the traces of several ranks, a memory snapshot, or "
-            "an answer that --json wrote.",
+            "A run, `last`, a set, `runs` for the index of all runs, another folder of runs, a trace, the traces of "
+            "several ranks, a memory snapshot, or an answer that --json wrote.",
             metavar="WHAT...",
             names_a_run=True,
         ),
@@ -74,18 +74,25 @@ def command(
         raise InputError("--plots-as belongs to --plots: name the folder for the plots, as in --plots plots")
     target = output or _target(what, runs)
     _check(target, plots)
-    drawer = Drawer()  # it gets ready while the runs are read
+    from stepscope.rendering.pages.index import is_index, page_of_index
+
+    index = is_index(what, runs) and not compare
+    drawer = None if index else Drawer()  # it gets ready while the runs are read
     try:
-        page = _made(what, runs, compare=compare, across=across, drawer=None if redact else drawer)
+        if index:
+            page = page_of_index(Path(what[0]))
+        else:
+            page = _made(what, runs, compare=compare, across=across, drawer=None if redact else drawer)
         if redact:
             from stepscope.rendering.pages.html import redacted
 
             page = redacted(page, what)
         from stepscope.rendering.pages.html import render_page
 
-        text = render_page(page, drawer.draw)
+        text = render_page(page, drawer.draw if drawer is not None else None)
     finally:
-        drawer.close()
+        if drawer is not None:
+            drawer.close()
     try:
         write_atomically(text.encode(errors="replace"), target)
     except OSError as error:

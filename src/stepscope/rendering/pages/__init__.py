@@ -4,6 +4,8 @@ A page is made of the Answers that verbs show in a terminal, in an order for the
 figures that are in none of them. Nothing here knows of HTML: html.py shows a Page.
 """
 
+from typing import ClassVar
+
 import msgspec
 
 from stepscope.core.answer import Answer, Finding, Panel
@@ -34,18 +36,41 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
     """Commands that measure what is missing here."""
 
 
+class RunIndex(msgspec.Struct, frozen=True, kw_only=True):
+    """Many runs, newest first, as index.js reads them."""
+
+    columns_of_figures: ClassVar[tuple[str, ...]] = (
+        "id", "cell", "created", "instant", "status", "step", "low", "high", "tokens", "samples", "mfu", "peak",
+        "doubts", "tag", "trend", "place",
+    )  # fmt: skip
+    figures: dict[str, list[float | int | str | None]]
+    """Columns of all runs: `cell` is a place in names, devices and fields, `trend` in histories, `place` in one of
+    these. Times are in milliseconds, memory in GiB, shares in %."""
+    names: list[str]
+    devices: list[str]
+    fields: dict[str, list[str | int | float | None]]
+    """What cells differ in."""
+    histories: list[list[float]]
+    """The typical steps of each workload on a device, oldest first."""
+    changes: list[list[int]]
+    """The places in each history where its level changed."""
+    since: list[float | None]
+    """Its change from the first level to the last, in %."""
+
+
 class Page(msgspec.Struct, frozen=True, kw_only=True):
     """What one HTML file shows."""
 
     title: str
     kind: str
-    """What it is of: run, set, sweep, comparison, capture, ranks, snapshot, or answer."""
+    """What it is of: run, set, sweep, comparison, capture, ranks, snapshot, index, or answer."""
     sentence: str
     """The one sentence that says the most."""
     figures: tuple[Figure, ...] = ()
     findings: tuple[Finding, ...] = ()
     checked: bool = False
     """Whether checks ran, so that no finding is good news."""
+    index: RunIndex | None = None
     sections: tuple[Section, ...] = ()
     reproduce: tuple[str, ...] = ()
     """Commands that measure the same again."""

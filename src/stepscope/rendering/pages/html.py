@@ -18,7 +18,7 @@ from stepscope.core.answer import SEVERITIES, Answer, Line, Panel, Table, name_o
 from stepscope.core.errors import printable
 from stepscope.core.units import counted, figure_text
 from stepscope.rendering.cells import bare_row, icicle_places, is_figures, row_texts, sentences_of, where_of
-from stepscope.rendering.pages import GENERATOR, Page, Section
+from stepscope.rendering.pages import GENERATOR, Page, RunIndex, Section
 from stepscope.rendering.picture import draw_svg
 from stepscope.traces.captures.answer import IDLE
 
@@ -219,11 +219,12 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
     pictures = ["" if one is None else next(drawn) for one in to_draw]
     findings = sorted(page.findings, key=lambda one: SEVERITIES.index(one.severity))
     shown = sum(one.severity != "note" for one in findings[:_SHOWN_FINDINGS]) or min(1, len(findings))
-    script = _file("page.js")
+    script = _file("page.js") + (_file("index.js") if page.index is not None else "")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html").render(
         page=page,
         generator=GENERATOR,
+        index=_index(page.index) if page.index is not None else None,
         sections=_folded(
             [_section(one, place, svg) for place, (one, svg) in enumerate(zip(page.sections, pictures, strict=True))],
             110 * shown,
@@ -236,6 +237,23 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
         script=script,
         script_digest=digest,
     )
+
+
+_MOST_WITHOUT_SCRIPT = 100
+"""Runs of an index that are seen where no script runs."""
+
+
+def _index(runs: RunIndex) -> dict[str, Any]:
+    """The runs as data for the script, and the newest of them as rows for whoever runs none."""
+    figures, columns = runs.figures, ("created", "cell", "status", "step", "peak")
+    newest = list(zip(*(figures[name][:_MOST_WITHOUT_SCRIPT] for name in columns), strict=True))
+    data = msgspec.json.encode(runs).decode().replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    return {
+        "data": data,
+        "count": len(figures["id"]),
+        "devices": sorted(set(runs.devices)),
+        "rows": [(when, runs.names[int(cell or 0)], status, step, peak) for when, cell, status, step, peak in newest],
+    }
 
 
 def _file(name: str) -> str:
@@ -422,7 +440,12 @@ def redacted(page: Page, given: Iterable[str] = ()) -> Page:
     figures = tuple(
         msgspec.structs.replace(one, name=own.name) for one, own in zip(cleaned.figures, page.figures, strict=True)
     )
-    return msgspec.structs.replace(cleaned, figures=figures, reproduce=(), shown_by=())
+    index = cleaned.index
+    if index is not None:  # tags and commits stand alone here, without a word for them before
+        without = {**index.figures, "tag": [""] * len(index.figures["id"])}
+        fields = {name: values for name, values in index.fields.items() if name != "commit"}
+        index = msgspec.structs.replace(index, figures=without, fields=fields)
+    return msgspec.structs.replace(cleaned, figures=figures, index=index, reproduce=(), shown_by=())
 
 
 def _given(given: Iterable[str]) -> re.Pattern[str] | None:
