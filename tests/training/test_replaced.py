@@ -130,6 +130,27 @@ def test_of_modules_that_are_alike_one_is_held_for_all(monkeypatch: pytest.Monke
     assert len(replace_parts(net(*with_constants), mlp="fused").left) == 1 and len(held) == 2
 
 
+def test_a_model_made_again_is_held_again_only_where_its_code_has_changed(monkeypatch: pytest.MonkeyPatch):
+    held: list[str] = []
+    check = replaced_module.hold
+
+    def noted(module: nn.Module, *rest: Any) -> None:
+        held.append(type(module).__name__)
+        check(module, *rest)
+
+    monkeypatch.setattr(replaced_module, "hold", noted)
+
+    def replaced() -> list[int]:
+        found = replace_parts(nn.Sequential(nn.RMSNorm(12, eps=1e-4), SwiGLU(nn.SiLU())), norm="fused", mlp="fused")
+        return [each.modules for each in found.replaced]
+
+    assert replaced() == [1, 1] and set(held) == {"RMSNorm", "SwiGLU"}
+    held.clear()
+    assert replaced() == [1, 1] and not held
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: self.down_proj(self.gate_proj(x) * self.up_proj(x)))
+    assert replaced() == [1] and set(held) == {"SwiGLU"}
+
+
 def test_what_is_left_keeps_no_numbers_of_its_trials():
     def tensors() -> int:
         return sum(isinstance(each, Tensor) for each in gc.get_objects())

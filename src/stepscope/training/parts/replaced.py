@@ -5,7 +5,7 @@ causal language model of Hugging Face's (`language_loss.py`). What it is called 
 module is held against its replacement, forward and backward, on random numbers, by the bounds of the gate
 (`gate.py`): at several shapes, in its own dtype, and under autocast where its weights are fp32. Weights of norms and
 SwiGLUs are random there, too, since fresh norms are all ones. What differs is left, and named. Of modules that are
-alike but for their weights, as those of a model's blocks, one is held for all.
+alike but for their weights, as those of a model's blocks, one is held for all, and for models made later.
 
 A module that is replaced gets another class, a subclass of its own. Its parameters, buffers and hooks stay the same
 objects with the same names. Calls that the kernel does not take, of other arguments or on another device, run the
@@ -15,6 +15,7 @@ module's own forward.
 import dataclasses
 import functools
 import inspect
+import types
 import typing
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -452,6 +453,10 @@ def replace_in(model: nn.Module, chosen: Mapping[Part, Kernels]) -> Replaced:
     return Replaced(model, tuple(found))
 
 
+_HELD: dict[Hashable, type[nn.Module] | Unlike] = {}
+"""Replacements that were held already: ranks that share a step make its model again and again to check each other."""
+
+
 def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
     """Replace the modules that compute a part, and say which were replaced and which were not."""
     if part in NO_MODULES:
@@ -464,7 +469,10 @@ def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
             continue
         kind_of = _kind(module)
         if kind_of not in held:
-            held[kind_of] = _replacement(module, part, name, ways)
+            lasting = (hold, part_function(part, name), kind_of) if _lasts(kind_of) else None
+            held[kind_of] = _HELD.get(lasting) or _replacement(module, part, name, ways)
+            if lasting is not None and not isinstance(held[kind_of], Unlike):
+                _HELD[lasting] = held[kind_of]
         replacement = held[kind_of]
         unlike = replacement if isinstance(replacement, Unlike) else None
         if not isinstance(replacement, Unlike):
@@ -519,11 +527,18 @@ def _epsilon_of(module: nn.Module, dtype: torch.dtype) -> float | None:
     return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else None
 
 
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
+
+class _Itself(int):
+    """The identity of an object that nothing tells of; another may have it once that is gone."""
+
+
 def _kind(value: object) -> Hashable:
     """What tells whether two modules compute the same of the same weights: classes, attributes, and shapes, all the way
     down. Blocks of a model are alike, and their trials would be of equal numbers: one of a kind is held against its
     replacement for all. An object that nothing tells of is like itself alone."""
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, *_FUNCTIONS)):
         return type(value), value
     if isinstance(value, tuple):
         return tuple(map(_kind, value))
@@ -532,10 +547,17 @@ def _kind(value: object) -> Hashable:
     if isinstance(value, nn.Module):
         inside = ((name, each) for home in _HOMES for name, each in vars(value)[home].items())
         itself = ((name, each) for name, each in vars(value).items() if name not in _HOMES)
-        return type(value), tuple((name, _kind(each)) for name, each in (*inside, *itself))
+        bases = (base for base in type(value).__mro__ if base not in (nn.Module, object))
+        code = tuple(each for base in bases for each in vars(base).values() if isinstance(each, _FUNCTIONS))
+        return type(value), code, tuple((name, _kind(each)) for name, each in (*inside, *itself))
     if isinstance(value, (dict, list, set)) and not value:  # as the hooks of most modules
         return type(value)
-    return id(value)
+    return _Itself(id(value))
+
+
+def _lasts(kind: Hashable) -> bool:
+    """Whether a kind tells the same of modules that are made later."""
+    return not isinstance(kind, _Itself) and (not isinstance(kind, tuple) or all(map(_lasts, kind)))
 
 
 def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way]) -> type[nn.Module] | Unlike:
