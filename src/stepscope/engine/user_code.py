@@ -5,6 +5,7 @@ silence, with a code that says that all went well.
 """
 
 import contextlib
+import gc
 import itertools
 import os
 import runpy
@@ -113,6 +114,7 @@ def answer_apart(make: Callable[..., str]) -> NoReturn:
     os.set_inheritable(file, False)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        gc.freeze()  # what imports have made stays
         answer = _Answer(data=make(*sys.argv[2:]))
     except errors.StepscopeError as error:
         answer = _Answer(error=str(error), exit_code=error.exit_code)

@@ -1,5 +1,7 @@
 """Whether a step of a user's module fits: its code runs with the user's rights, in a process of its own."""
 
+import gc
+import importlib
 from collections.abc import Sequence
 
 import msgspec
@@ -33,9 +35,15 @@ def fit_apart(
 
 def main(request: str) -> str:
     """The prediction as JSON, for `fit_apart`."""
+    gc.disable()
     from stepscope.engine.fake_module import fit_module
 
     options = msgspec.json.decode(request, type=_Request)
+    if options.workload.phase == "train":
+        importlib.import_module("torch._dynamo")  # an optimizer's first update imports it
+    # Each step that is tried ends with a collection: through all that is imported it would take longer than the step.
+    gc.freeze()
+    gc.enable()
     fits = fit_module(options.workload, options.budgets, options.device_type, search=options.search)
     return msgspec.json.encode(fits).decode()
 
