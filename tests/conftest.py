@@ -134,10 +134,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A worker takes the next file when it is done with one. Files of quick tests come last: the workers that the long
-    # files leave free share them, and all are busy to the end.
-    long_files = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in long_files)
+    # A worker takes the next file when it is done with one. Those that take longest come first: the workers that they
+    # leave free share the rest, and all are busy to the end.
+    seconds = _seconds_of_files()
+    for item in items:
+        seconds.setdefault(_file_of(item.nodeid), _NEW_AND_SLOW_S if item.get_closest_marker("slow") else 0.0)
+    items.sort(key=lambda item: -seconds[_file_of(item.nodeid)])
     marked = {mark.name for item in items for mark in item.iter_markers()}
     gpus = _gpu_count() if marked & {"gpu", "multigpu"} else 0
     reasons = {
@@ -151,6 +153,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark in list(item.iter_markers()):
             if reasons.get(mark.name):
                 item.add_marker(pytest.mark.skip(reason=str(reasons[mark.name])))
+
+
+_SECONDS = Path(__file__).with_name("seconds.txt")
+"""How long each file of tests takes, the longest first. `STEPSCOPE_UPDATE_SECONDS=1 make tests` writes it anew."""
+_NEW_AND_SLOW_S = 10.0
+"""Of a file that is not there, and has tests marked slow."""
+_WORTH_A_LINE_S = 1.0
+_TAKEN_S: dict[str, float] = {}
+
+
+def _file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
+def _seconds_of_files() -> dict[str, float]:
+    rows = (line.split() for line in _SECONDS.read_text().splitlines())
+    return {file: float(seconds) for seconds, file in rows}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    file = _file_of(report.nodeid)
+    _TAKEN_S[file] = _TAKEN_S.get(file, 0.0) + report.duration
+
+
+def pytest_sessionfinish() -> None:
+    if os.environ.get("STEPSCOPE_UPDATE_SECONDS") and "PYTEST_XDIST_WORKER" not in os.environ:
+        known = {file: seconds for file, seconds in _seconds_of_files().items() if Path(file).exists()} | _TAKEN_S
+        rows = sorted(((seconds, file) for file, seconds in known.items() if seconds >= _WORTH_A_LINE_S), reverse=True)
+        _SECONDS.write_text("".join(f"{seconds:.0f} {file}\n" for seconds, file in rows))
 
 
 def _gpu_count() -> int:
