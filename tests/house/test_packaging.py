@@ -4,7 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path, PurePosixPath
 
@@ -94,3 +96,24 @@ def test_the_installed_command_runs(installed: Path, tmp_path: Path):
     assert run("-m", "stepscope", "--version") == run(installed / "bin" / "stepscope", "--version")
     assert run("-m", "stepscope", "--version") == f"stepscope {__version__}\n"
     assert "backward" in run("-m", "stepscope", "show", ROOT / "results" / "cpu" / "first")
+
+
+@pytest.mark.slow
+def test_the_extra_that_measures_installs_where_nothing_of_it_is(sdist: Path, tmp_path: Path):
+    """As workflows write it. pip itself resolves `stepscope[torch]`; what it needs lies beside, and is not fetched."""
+    venv.create(tmp_path / "empty", with_pip=False)
+    (packages,) = (tmp_path / "empty").glob("lib/python*/site-packages")
+    here = tmp_path / "empty" / "bin" / "python"
+    for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *libraries()}:
+        for entry in Path(place).iterdir():
+            if "stepscope" not in entry.name and entry.suffix != ".pth" and not (packages / entry.name).exists():
+                (packages / entry.name).symlink_to(entry)
+    index = ("--no-index", "--find-links", sdist.parent, "--no-build-isolation", "--no-compile")
+    words = ("-m", "pip", "--disable-pip-version-check", "--python", here, "install", *index, "stepscope[torch]")
+    said = run_python(*words, cwd=tmp_path)
+    assert f"Successfully installed stepscope-{__version__}" in said and "torch" in said
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    options = "--model tiny --layers 1 --seq-len 8 --device cpu --warmup 1 --steps 5 --no-profile --json"
+    command = [here.with_name("stepscope"), "run", *options.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert '"status": "done"' in done.stdout, done.stderr
