@@ -259,10 +259,10 @@ def test_the_page_of_options_is_the_table():
     assert path.read_text() == page()
 
 
-def offered(line: str) -> list[str]:
+def offered(line: str, cwd: Path = ROOT) -> list[str]:
     words = line.split(" ")
     done = subprocess.run(
-        [sys.executable, "-c", "from stepscope.app.cli.app import main; main()"], cwd=ROOT, capture_output=True,
+        [sys.executable, "-c", "from stepscope.app.cli.app import main; main()"], cwd=cwd, capture_output=True,
         text=True,
         env={**os.environ, "_STEPSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": line,
              "COMP_CWORD": str(len(words) - 1)}, check=True, timeout=60,
@@ -270,8 +270,9 @@ def offered(line: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_a_shell_is_offered_names():
-    assert offered("stepscope s") == ["sweep", "show", "study"]
+def test_a_shell_is_offered_names(tmp_path: Path):
+    (tmp_path / "train.py").write_text("import torch\nloss.backward()\n")  # `stepscope` alone says what is next
+    assert offered("stepscope s", tmp_path) == ["sweep", "show", "study"]
     assert "attention-gate" in offered("stepscope study atten")
     assert offered("stepscope run --model s") == ["small"]
     assert offered("stepscope sweep --model small,x") == ["small,xl"]

@@ -190,7 +190,8 @@ def main() -> NoReturn:
         Path.cwd()  # libraries that are loaded where there is no directory end the process themselves
     except OSError:
         _leave("the current directory is gone: change to one that is there", EXIT_WRONG_INPUT)
-    if len(sys.argv) == 1 and (commands := _next_commands()):
+    completes = "_STEPSCOPE_COMPLETE" in os.environ
+    if len(sys.argv) == 1 and not completes and (commands := _next_commands()):
         width = max(len(command) for command, _ in commands)
         lines = [f"  {command:{width}}  {words}" for command, words in commands]
         emit("\n".join(["Here:", *lines, "", "stepscope --help shows all verbs.", ""]))
@@ -210,7 +211,7 @@ def main() -> NoReturn:
         if interrupts.received():  # a library made something else of it
             _leave("interrupted", EXIT_INTERRUPTED)
         _leave_if_named(error)
-        if "_STEPSCOPE_COMPLETE" in os.environ:
+        if completes:
             _leave("the shell's completion asked for nothing: stepscope --install-completion", EXIT_WRONG_INPUT)
         raise
     if code == EXIT_INTERRUPTED or interrupts.received():
