@@ -147,9 +147,8 @@ def land(carried: Carried, out: Path) -> list[Path]:
                     (directory / name).write_bytes(content)
             run_directory.write_atomically(data, directory / run_directory.RUN_FILE)
         except OSError:
-            run_directory.save_run(
-                run, directory
-            )  # the files beside it have no room; the run finds another place, and says where
+            # The files beside it have no room; the run finds another place, and says where.
+            run_directory.save_run(run, directory)
             message = f"cannot write the files of {run.id} to {directory}: only its run.json is there"
             raise StepscopeError(message) from None
         directories.append(directory)

@@ -53,14 +53,12 @@ if TYPE_CHECKING:
 # What a run does without where its time is limited.
 
 
-def is_over(draft: Draft, needs_s: float) -> bool:
-    """Whether the run's limit leaves less than so many seconds."""
-    return draft.limit is not None and draft.limit.left_s() < needs_s
-
-
-def left_out(draft: Draft, what: str) -> None:
-    """Note what is not known, since the whole run has a limit of time."""
-    draft.note(f"{what}: --seconds {draft.request.settings.seconds:g} bounds the whole run, and its time was over")
+def is_over(draft: Draft, needs_s: float, what: str = "") -> bool:
+    """Whether the run's limit leaves less than so many seconds. what: is not known then, which becomes a note."""
+    over = draft.limit is not None and draft.limit.left_s() < needs_s
+    if over and what:
+        draft.note(f"{what}: --seconds {draft.request.settings.seconds:g} bounds the whole run, and its time was over")
+    return over
 
 
 # Makes the step on the device, and later releases its memory.
@@ -96,9 +94,8 @@ def find_ceilings(draft: Draft) -> None:
     """Measure the ceilings, or take those that are stored for this device and build."""
     if draft.ranks.ranks > 1 and draft.device.type == "cpu":
         return  # ranks that share a processor would each measure what the others leave it
-    if is_over(draft, 3.0):
-        if (stored := load_ceilings(draft.device)) is None:
-            left_out(draft, "measured ceilings")
+    stored = load_ceilings(draft.device)
+    if is_over(draft, 3.0, "measured ceilings" if stored is None else ""):
         draft.set(ceilings=stored)
         return
     draft.begin("ceiling")
@@ -200,8 +197,7 @@ def _record(draft: Draft, out_of_memory: bool = False) -> "MemoryCapture":
 
 def observe(draft: Draft) -> None:
     """Probe the precision, run steps under hooks and the profiler, and keep the evidence."""
-    if is_over(draft, 0.5):
-        left_out(draft, "precision, memory, operators and profile of a step")
+    if is_over(draft, 0.5, "precision, memory, operators and profile of a step"):
         return
     draft.begin("observe")
     step, device = draft.step, draft.device
@@ -221,8 +217,7 @@ def observe(draft: Draft) -> None:
     if ranges.watched() and device.type == "cuda":
         draft.note("no profile: CUDA lets one profiler in at a time, and a tool watches this process already")
         return
-    if is_over(draft, 0.5):
-        left_out(draft, "a profile")
+    if is_over(draft, 0.5, "a profile"):
         return
     draft.begin("profile")
     profile = driven.profile_step(step, device, draft.timing, draft.ranks)
@@ -234,8 +229,7 @@ def count_work(draft: Draft) -> None:
     if draft.step.cuda_graphs:
         draft.note("no FLOPs: what CUDA graphs replay calls no operators that could be counted")
         return
-    if is_over(draft, 0.0):
-        left_out(draft, "FLOPs")
+    if is_over(draft, 0.0, "FLOPs"):
         return
     draft.begin("count FLOPs")
     mine, unknown = driven.step_flops(draft.step, draft.timing)

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
 
-from stepscope.app.cli.output import Presentation, sweep_progress
-from stepscope.core.answer import Answer, worst
+from stepscope.app.cli.output import Presentation, exit_code_of, sweep_progress
+from stepscope.core.answer import Answer
 from stepscope.core.errors import (
-    EXIT_CHECK_FAILED,
     EXIT_DEVICE_FAILED,
-    EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_WRONG_INPUT,
     InputError,
@@ -213,5 +211,4 @@ def sweep_exit_code(runs: list[Run]) -> int:
     broken = [run.failure.during for run in runs if run.status in ("failed", "killed", "timed-out") and run.failure]
     if broken:
         return EXIT_WRONG_INPUT if set(broken) == {"refused"} else EXIT_DEVICE_FAILED
-    findings = [finding for run in runs for finding in run.findings]
-    return EXIT_CHECK_FAILED if worst(findings) == "error" else EXIT_DONE
+    return exit_code_of(finding for run in runs for finding in run.findings)
