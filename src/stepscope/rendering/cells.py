@@ -11,6 +11,18 @@ from stepscope.core.units import UNITS, figure_text
 NOT_FINITE = ("nan", "inf", "-inf")
 """What a document holds for figures that JSON has no words for: they are figures when it is read back."""
 
+COLOURS: dict[str, str] = {
+    "forward": "#0072B2", "backward": "#D55E00", "optimizer": "#009E73", "data": "#E69F00", "rest": "#CC79A7",
+    "step": "#000000", "outside": "#8C8C8C", "gradient sync": "#F0E442", "forward-backward": "#56B4E9",
+    "forward + backward": "#56B4E9",
+    "matrix multiplication": "#4C86B8", "attention (fused)": "#8A73B5", "activation/elementwise": "#D08A3E",
+    "copy/cast": "#C07FAE", "normalisation": "#5AA7B0", "softmax": "#A39A3F", "reduction": "#B5656A",
+    "communication": "#4F9D78", "embedding/gather": "#7D8896", "memcpy/memset": "#A8917A", "quantisation": "#6F9FD8",
+    "convolution": "#69A84F", "Triton/compiled fusion": "#C9A227",
+}  # fmt: skip
+"""Phases and families of kernels have one colour, whichever chart of whichever page shows them. Phases have those that
+people of every colour vision tell apart; families are more, and their names stand in their tiles."""
+
 _TONES: dict[Severity, Tone] = {"error": "bad", "warning": "care", "note": ""}
 
 

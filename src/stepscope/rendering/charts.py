@@ -13,8 +13,8 @@ import altair as alt
 from stepscope.core.answer import Guide, Panel, Point, Span
 from stepscope.core.errors import InputError, printable
 from stepscope.core.units import GIB, KIB, MIB, format_bytes
-from stepscope.rendering.cells import icicle_places
-from stepscope.rendering.plots import CATEGORY_COLOURS, DASHES, FAINT, INK, PALETTE, SHAPES, told_apart
+from stepscope.rendering.cells import COLOURS, icicle_places
+from stepscope.rendering.plots import CATEGORY_COLOURS, DASHES, FAINT, INK, PALETTE, SHAPES, colours_of, told_apart
 
 # Axes that plots share: logarithmic ones with few, round ticks.
 
@@ -72,9 +72,11 @@ def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Layer
     rows = alt.Y("name:N", sort=names, title=panel.x_title or None, axis=alt.Axis(labelLimit=420, grid=False))
     colour = alt.Color(
         "line:N",
-        scale=alt.Scale(domain=lines, range=list(PALETTE[: len(lines)])),
+        scale=alt.Scale(domain=lines, range=colours_of(lines)),
         legend=alt.Legend(title=None, symbolType="square") if len(lines) > 1 else None,
     )
+    if len(lines) == 1 and all(name in COLOURS for name in names):  # phases, in the colours that other charts give them
+        colour = alt.Color("name:N", scale=alt.Scale(domain=names, range=colours_of(names)), legend=None)
     beside: dict[str, Any] = {} if stacked or len(lines) == 1 else {"yOffset": alt.YOffset("line:N", sort=lines)}
     length = alt.X("y:Q", title=panel.y_title, scale=scale, axis=axis, stack="zero" if stacked else None)
     order: dict[str, Any] = {"order": alt.Order("place:Q")} if stacked else {}
@@ -176,7 +178,7 @@ def _axis(values: Sequence[float], ends: tuple[float, float] | None, log: bool |
 
 def _marks(lines: list[str], styles: list[str], line_title: str, style_title: str, *, hollow: bool) -> dict[str, Any]:
     """How a point looks: colour by line, shape by style, filled where it counts."""
-    line_scale = alt.Scale(domain=lines, range=list(PALETTE[: len(lines)]))
+    line_scale = alt.Scale(domain=lines, range=colours_of(lines))
     style_scale = alt.Scale(domain=styles, range=list(SHAPES[: len(styles)]))
     by_shape = alt.Legend(title=style_title or None) if len(styles) > 1 else None
     filled = alt.condition("datum.hollow", alt.value(0.0), alt.value(0.75))
@@ -251,7 +253,7 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
     joined = len({(point.line, point.style) for point in points}) < len({(p.line, p.style, p.x) for p in points})
     # A style is told by dashes, or by shapes where nothing joins the points. Not by both: Vega-Lite would draw them in
     # one legend, of dashed shapes that read badly.
-    colours = alt.Scale(domain=lines, range=list(PALETTE[: len(lines)]))
+    colours = alt.Scale(domain=lines, range=colours_of(lines))
     by_colour = alt.Legend(title=frame.line_title or None, symbolType="circle") if len(lines) > 1 else None
     by_dash = alt.Legend(title=frame.style_title or None, symbolType="stroke", symbolSize=500, symbolStrokeColor=INK)
     by_shape = alt.Legend(title=frame.style_title or None, symbolFillColor=INK)
@@ -404,7 +406,7 @@ def draw_icicle(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Lay
         rows.append({"left": left, "right": left + node.value, "depth": depth, "kind": printable(kind), "name": name,
                      "part": printable(node.name), "below": depth + 0.96})  # fmt: skip
     shades = ["phases and modules", *map(printable, kinds), _MORE]
-    colours = ["#D9DBDF", *PALETTE[: len(kinds)], "#ADADAD"]
+    colours = ["#D9DBDF", *colours_of(kinds), "#ADADAD"]
     base = alt.Chart(alt.Data(values=rows), height=_TILE_ROW_PX * (max(depths) + 1), width=_WIDTH_PX)
     x = alt.X("left:Q", title=panel.x_title, scale=alt.Scale(domain=[0, whole], nice=False))
     y = alt.Y("depth:Q", scale=alt.Scale(reverse=True, domain=[0, max(depths) + 1], nice=False), axis=None)
@@ -445,7 +447,7 @@ def draw_timeline(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.C
             y=alt.Y("lane:N", sort=lanes, title=None, axis=alt.Axis(labelLimit=220)),
             color=alt.Color(
                 "kind:N",
-                scale=alt.Scale(domain=domain, range=[*PALETTE[: len(kinds)], "#ADADAD"]),
+                scale=alt.Scale(domain=domain, range=[*colours_of(kinds), "#ADADAD"]),
                 legend=alt.Legend(title=None, symbolType="square"),
             ),
         )

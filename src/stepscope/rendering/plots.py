@@ -1,6 +1,7 @@
 """The look that all plots share, and how a chart becomes a file."""
 
 import html
+import itertools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +11,7 @@ import msgspec
 
 from stepscope.core.errors import InputError, one_line, printable
 from stepscope.core.run_directory import write_atomically
+from stepscope.rendering.cells import COLOURS
 
 try:
     import altair as alt
@@ -74,6 +76,14 @@ CONFIG: dict[str, Any] = {
     "concat": {"spacing": 34},
 }  # fmt: skip
 """Vega-Lite's configuration object, for every chart that is saved."""
+
+
+def colours_of(names: Iterable[str]) -> list[str]:
+    """A colour for each of at most as many names as the palette has: the thing's own, else the palette's next."""
+    names = list(names)
+    own = [COLOURS.get(name) for name in names]
+    free = itertools.cycle(colour for colour in PALETTE if colour not in own)
+    return [colour or next(free) for colour in own]
 
 
 def told_apart(colours: Iterable[str], shapes: Iterable[str], remedy: str) -> tuple[list[str], list[str]]:

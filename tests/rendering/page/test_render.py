@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.answer import Answer, Frame, Line, Node, Panel, Point, Slice, table_of, warning
+from stepscope.core.answer import TEXT, Answer, Frame, Line, Node, Panel, Point, Slice, table_of, warning
 from stepscope.rendering.pages import Figure, Page, Section
 from stepscope.rendering.pages.html import heat, lanes, render_page, tiles
 from stepscope.rendering.pages.named import page_named
@@ -90,6 +90,29 @@ def test_figures_sort_by_value_and_not_by_text():
     page = Page(title="t", kind="answer", sentence="s", sections=(Section(title="T", answer=answer),))
     cells = [attributes for tag, attributes in Elements(render_page(page)).found if tag == "td"]
     assert [cell.get("data-value") for cell in cells] == [None, "0.5", "3221225472", None, "0.002", None]
+
+
+def test_the_figures_of_a_row_have_one_unit():
+    rows = [("a", 363e-6, "0.30 to 0.41 ms", 3 * 2**30), ("b", 2.5, "", 2**20)]
+    table = table_of("part", ("median", "s"), ("interval", TEXT), ("held", "B"), ("p95", "s"), ("then", "B"),
+                     rows=[(*rows[0], 460.1e-6, 2**29), (*rows[1], 0.02, 64)])  # fmt: skip
+    page = Page(title="t", kind="answer", sentence="s", sections=(
+        Section(title="T", answer=Answer(study="x", question="", tables=(table,))),))  # fmt: skip
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", render_page(page))
+    assert cells[:6] == ["a", "0.363 ms", "0.30 to 0.41 ms", "3.00 GiB", "0.4601 ms", "0.50 GiB"]
+    assert cells[6:] == ["b", "2.5 s", "", "1.00 MiB", "0.02 s", "64 B"], "64 B are nothing in MiB"
+
+
+def test_one_thing_has_one_colour_in_all_charts():
+    from stepscope.rendering.plots import PALETTE, colours_of
+
+    assert colours_of(["backward", "step"])[0] == colours_of(["forward", "backward"])[1]
+    assert colours_of(["x", "forward", "y"]) == [PALETTE[1], PALETTE[0], PALETTE[2]], "others take what is left"
+    slices = (Slice("s", 0.0, 1.0, "softmax", "k"), Slice("s", 1.0, 9.0, "copy/cast", "k"))
+    _, hues = lanes(Panel(x_title="ms", y_title="", points=(), kind="timeline", slices=slices))
+    nodes = (Node("all", 9.0), Node("softmax", 9.0, 0, "family"))
+    (_, tile) = tiles(Panel(x_title="", y_title="", points=(), kind="icicle", nodes=nodes))
+    assert tile.hue == hues["softmax"] != hues["copy/cast"], "whatever is longest"
 
 
 def test_the_parts_of_an_icicle_lie_within_their_parents():

@@ -14,10 +14,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from stepscope.core.answer import SEVERITIES, Answer, Line, Panel, Table, name_of
+from stepscope.core.answer import SEVERITIES, Answer, Cell, Doubted, Line, Panel, Table, name_of
 from stepscope.core.errors import printable
-from stepscope.core.units import counted, figure_text
-from stepscope.rendering.cells import bare_row, icicle_places, is_figures, row_texts, sentences_of, where_of
+from stepscope.core.units import GIB, KIB, MIB, TIB, counted, figure_text
+from stepscope.rendering.cells import (
+    COLOURS,
+    bare_row,
+    icicle_places,
+    is_figures,
+    row_texts,
+    sentences_of,
+    unit_of,
+    where_of,
+)
 from stepscope.rendering.pages import GENERATOR, Page, RunIndex, Section
 from stepscope.rendering.picture import draw_svg
 from stepscope.traces.captures.answer import IDLE
@@ -105,16 +114,20 @@ def lanes(panel: Panel) -> tuple[list[Lane], dict[str, int]]:
 
 
 def _hues(kinds: Sequence[tuple[str, float]]) -> dict[str, int]:
-    """A number for each kind: work, and behind it causes of idle time, the longest first."""
+    """A number for each kind: its own, or that of its place among the others: work, and behind it causes of idle time,
+    the longest first."""
     totals: Counter[str] = Counter()
     for kind, value in kinds:
         totals[kind] += value  # type: ignore[assignment]
-    ordered = sorted(totals, key=lambda kind: (-totals[kind], kind))
+    known = {kind: HUES + IDLE_HUES + place for place, kind in enumerate(COLOURS) if kind in totals}
+    ordered = sorted(totals.keys() - known.keys(), key=lambda kind: (-totals[kind], kind))
     work, idle = ([kind for kind in ordered if kind.startswith(IDLE) is wanted] for wanted in (False, True))
-    return {
+    hues = {
+        **known,
         **{kind: min(place, HUES - 1) for place, kind in enumerate(work)},
         **{kind: HUES + min(place, IDLE_HUES - 1) for place, kind in enumerate(idle)},
     }
+    return dict(sorted(hues.items(), key=lambda one: -totals[one[0]]))
 
 
 class Heat(NamedTuple):
@@ -233,7 +246,11 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
         shown=shown,
         most_lines=_SHOWN_LINES,
         symbols=_SYMBOLS,
-        css=_file("page.css"),
+        css=_file("page.css")
+        + "".join(
+            f".h{HUES + IDLE_HUES + place} {{ fill: {colour}; background: {colour}; }}\n"
+            for place, colour in enumerate(COLOURS.values())
+        ),
         script=script,
         script_digest=digest,
     )
@@ -337,7 +354,7 @@ def _own(panel: Panel) -> dict[str, object]:
 
 def _table(table: Table, *, alone: bool, folded: bool) -> _Table:
     """A table with a title over it, where the section has others or the table names itself."""
-    texts = row_texts(table)
+    texts = [_in_one_unit(table, row, shown) for row, shown in zip(table.rows, row_texts(table), strict=True)]
     numbers = [is_figures(table, column) for column in range(len(table.columns))]
     # Bare figures carry no mark of doubt.
     undoubted = (tuple(getattr(cell, "value", cell) for cell in row) for row in table.rows)
@@ -369,6 +386,36 @@ def _table(table: Table, *, alone: bool, folded: bool) -> _Table:
         left_out=max(0, len(rows) - _MOST_ROWS),
         folded=folded,
     )
+
+
+_SCALES: dict[str, dict[str, float]] = {
+    "s": {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+    "B": {"TiB": TIB, "GiB": GIB, "MiB": MIB, "KiB": KIB, "B": 1},
+}
+_LEAST_IN_UNIT = 0.01
+"""What would be less than this in the unit of its row keeps a unit of its own."""
+
+
+def _in_one_unit(table: Table, row: tuple[Cell, ...], texts: list[str]) -> list[str]:
+    """The texts of a row, its times in one unit and its bytes in one: that of its intervals, else of the largest."""
+    for unit, scales in _SCALES.items():
+        bare = [cell.value if isinstance(cell, Doubted) else cell for cell in row]
+        cells = {
+            place: float(value)
+            for place, value in enumerate(bare)
+            if unit_of(table, place) == unit and isinstance(value, (int, float)) and value
+        }
+        name = "ms" if unit == "s" and any(text.endswith(" ms") and " to " in text for text in texts) else ""
+        if not cells or (len(cells) == 1 and not name):
+            continue
+        name = name or figure_text(max(cells.values(), key=abs), unit).split()[-1]
+        for place, value in cells.items():
+            scaled = value / scales[name]
+            if abs(scaled) >= _LEAST_IN_UNIT:
+                digits = ",.0f" if abs(scaled) >= _WHOLE else ".4g"
+                own = f"{scaled:{digits if unit == 's' else ',.2f'}} {name}"
+                texts[place] = texts[place].replace(figure_text(value, unit), own, 1)
+    return texts
 
 
 def pictures_of(page: Page) -> list[Answer]:
