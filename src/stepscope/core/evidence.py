@@ -48,6 +48,15 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
         return f"{counted(self.steps, 'step')} of {self.of} {verb} for {took} (torch.save{where})"
 
 
+class SourceFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of the user's code, as it was while the loop ran."""
+
+    path: str
+    """From the run's directory."""
+    digest: str
+    """SHA-256 of its bytes."""
+
+
 class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     """What was taken for a step of a loop that is not ours, and which of its steps were timed."""
 
@@ -96,6 +105,11 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids that the forwards of a step took, where their batches differ in length; None where they do not."""
     saved: Saved | None = None
     """What the timed steps save; None where none does, and in runs from before it was looked at."""
+    library: str = ""
+    """The library whose code runs the steps: transformers, lightning, accelerate or torchtitan; empty for a loop of the
+    user's own."""
+    sources: tuple[SourceFile, ...] = ()
+    """The script, and the modules beside it that it had imported."""
 
 
 # Evidence is stored with the run, so that a run can be judged again from disk, by later rules too.

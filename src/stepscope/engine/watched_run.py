@@ -3,6 +3,8 @@
 import atexit
 import contextlib
 import functools
+import hashlib
+import inspect
 import math
 import os
 import shutil
@@ -26,11 +28,21 @@ from torch import nn
 
 from stepscope.core.device_spec import find_device_spec
 from stepscope.core.environment import GpuReading
-from stepscope.core.errors import InputError, StepscopeError, choose, named_line, one_line, warn
+from stepscope.core.errors import (
+    InputError,
+    StepscopeError,
+    choose,
+    install_places,
+    named_line,
+    one_line,
+    portable_path,
+    warn,
+)
 from stepscope.core.evidence import (
     Evaluated,
     Evidence,
     PhaseMemory,
+    SourceFile,
     Updates,
     WatchedLoop,
 )
@@ -83,6 +95,7 @@ class WatchedDraft(RunDraft):
         workload = watched_workload(found, self.loop, request.program)
         directory = create_run_directory(request.runs, workload)
         script = getattr(sys.modules["__main__"], "__file__", None)
+        self.loop = msgspec.structs.replace(self.loop, library=_library(), sources=_sources(script, directory))
         environment = read_environment(device, user_code=code_folder(script))
         run = Run(
             id=directory.name,
@@ -145,6 +158,43 @@ def watched_workload(found: LoopStep, loop: WatchedLoop, program: str) -> Watche
         rank=int(os.environ.get("RANK", "0")) if world > 1 else None,
         world_size=world,
     )
+
+
+_LIBRARIES = {
+    "transformers": ("transformers/trainer.py",),
+    "lightning": ("lightning/pytorch/loops/", "pytorch_lightning/loops/"),
+    "accelerate": ("accelerate/",),
+    "torchtitan": ("torchtitan/",),
+}
+"""Files that are on the stack while a library's code runs a step, the one that uses another first."""
+_MOST_SOURCES, _LARGEST_SOURCE = 200, 1 << 20
+
+
+def _library() -> str:
+    """The library whose code the end of this step is in."""
+    files = {portable_path(frame.f_code.co_filename) for frame, _ in traceback.walk_stack(inspect.currentframe())}
+    return next((name for name, starts in _LIBRARIES.items() if any(file.startswith(starts) for file in files)), "")
+
+
+def _sources(script: str | None, directory: Path) -> tuple[SourceFile, ...]:
+    """The script and the modules of its folder that are imported, without what is installed there."""
+    if script is None:
+        return ()
+    folder, main = code_folder(script), Path(script).resolve()
+    files = [main]
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if isinstance(name, str) and name.endswith(".py") and not name.startswith(install_places()):
+            file = Path(name).resolve()
+            if file.is_relative_to(folder) and "site-packages" not in file.parts:
+                files.append(file)
+    found: list[SourceFile] = []
+    for file in list(dict.fromkeys(files))[:_MOST_SOURCES]:
+        with contextlib.suppress(OSError):
+            if file.stat().st_size <= _LARGEST_SOURCE:
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                found.append(SourceFile(path=os.path.relpath(file, directory.resolve()), digest=digest))
+    return tuple(found)
 
 
 def _loop(found: LoopStep) -> WatchedLoop:

@@ -22,6 +22,21 @@ REST_SHARE = 0.2
 FP32_SHARE = 0.01
 """A position's angles or a router's few columns are meant to be fp32, and take less."""
 MANY_TENSORS = 10
+_REMEDIES = {
+    ("transformers", "waiting-for-data"): "TrainingArguments(dataloader_num_workers=2) or more, or a cheaper collator",
+    ("transformers", "rest-is-large"): "it is what Trainer does in each step, callbacks and clipping too: a larger "
+    "per_device_train_batch_size has it less often for a sample; logging_steps from 10 on keeps logging out of it",
+    ("transformers", "host-waits"): "TrainingArguments(logging_nan_inf_filter=False) for Trainer's own line; a line of "
+    "yours: read it every logging_steps steps",
+    ("transformers", "batch-not-pinned"): "leave TrainingArguments(dataloader_pin_memory=True), the default",
+    ("transformers", "optimizer-loops"): 'TrainingArguments(optim="adamw_torch_fused")',
+    ("transformers", "fp32-beside-half"): "leave casting to TrainingArguments(bf16=True), unless fp32 is meant there",
+    ("lightning", "rest-is-large"): "it is what Trainer and its callbacks do in each step: a larger "
+    "log_every_n_steps, fewer callbacks, self.log(on_step=False)",
+    ("lightning", "host-waits"): "give self.log the tensor itself; Lightning reads it every log_every_n_steps steps",
+    ("accelerate", "micro-batches-synchronised"): "with accelerator.accumulate(model): round each micro-batch",
+}
+"""What helps where a library runs the loop, in place of what helps in a loop of the user's own."""
 DIFFERENT_SHAPES = 3
 """Two shapes are those of whole batches and of an epoch's last one."""
 
@@ -101,12 +116,18 @@ def time_beside_training(run: Run) -> Iterator[Finding]:
             "waiting-for-data",
             f"The loop waited for its next batch for {format_share(data.share)} of the time ({data}).",
             {"share": data.share, "from_share": DATA_SHARE},
-            "more workers in the DataLoader (num_workers), less work for each sample, or a cheaper collate function",
+            _remedy(
+                run,
+                "waiting-for-data",
+                "more workers in the DataLoader (num_workers), less work for each sample, or a cheaper collate "
+                "function",
+            ),
         )
     loop, rest = run.evidence.loop, _portion(run, REST, REST_SHARE)
     if rest is None or loop is None or not loop.modules:
         return
-    remedy = "log and schedule less often; a loss outside of the model, clipping and zero_grad are in it, too"
+    plain = "log and schedule less often; a loss outside of the model, clipping and zero_grad are in it, too"
+    remedy = _remedy(run, "rest-is-large", plain)
     if rest.only_in:
         remedy = "look what those steps do beside training: they may save, log or schedule"
         if loop.saved is not None and loop.saved.steps * loop.saved.median_s >= _beyond_median_s(run.samples[REST]) / 2:
@@ -127,7 +148,7 @@ def more_than_needed(run: Run) -> Iterator[Finding]:
         return
     if reads := habits.host_reads:
         evidence = {"lines": len(reads), "first": reads[0].where}
-        remedy = "read it every so many steps, or keep loss.detach() and read that later"
+        remedy = _remedy(run, "host-waits", "read it every so many steps, or keep loss.detach() and read that later")
         if on_gpu(run):
             sentence = f"In every step the host waits for the GPU to finish, at {_lines(reads)}."
             yield warning("host-waits", sentence, evidence, remedy)
@@ -144,7 +165,11 @@ def more_than_needed(run: Run) -> Iterator[Finding]:
             f"{format_share(share)} of the FLOPs of forward's products took fp32 operands, in "
             f"{', '.join(habits.fp32_products)}, where others took {habits.half_products}.",
             {"share": share, "first": habits.fp32_products[0]},
-            "call them inside autocast, or convert their parameters, unless fp32 is meant there",
+            _remedy(
+                run,
+                "fp32-beside-half",
+                "call them inside autocast, or convert their parameters, unless fp32 is meant there",
+            ),
         )
     if habits.micro_batches is not None and habits.synchronised:
         yield warning(
@@ -152,7 +177,11 @@ def more_than_needed(run: Run) -> Iterator[Finding]:
             f"Of {habits.micro_batches} micro-batches, {habits.synchronised} before the last synchronised their "
             "gradients over the ranks, which the last does for all.",
             {"micro_batches": habits.micro_batches, "synchronised": habits.synchronised},
-            "with model.no_sync(): round forward and backward of all micro-batches but the last",
+            _remedy(
+                run,
+                "micro-batches-synchronised",
+                "with model.no_sync(): round forward and backward of all micro-batches but the last",
+            ),
         )
 
 
@@ -169,7 +198,7 @@ def small_habits(run: Run) -> Iterator[Finding]:
             f"Every step copies to the GPU from memory that is not pinned, at {_lines(lines)}: the host waits for the "
             "copy, and the GPU computes nothing beside it.",
             {"lines": len(lines), "first": lines[0].where},
-            "DataLoader(pin_memory=True) and .to(device, non_blocking=True)",
+            _remedy(run, "batch-not-pinned", "DataLoader(pin_memory=True) and .to(device, non_blocking=True)"),
         )
     if habits.zeroed_gradients:
         yield note(
@@ -186,7 +215,7 @@ def small_habits(run: Run) -> Iterator[Finding]:
             "optimizer-loops",
             f"The optimizer goes over its {tensors} tensors one after another: {operators} operators a step.",
             {"tensors": tensors, "operators": operators},
-            "fused=True, or leave foreach to PyTorch",
+            _remedy(run, "optimizer-loops", "fused=True, or leave foreach to PyTorch"),
         )
     if (shapes := len(habits.input_shapes)) >= DIFFERENT_SHAPES:
         yield note(
@@ -196,6 +225,11 @@ def small_habits(run: Run) -> Iterator[Finding]:
             {"shapes": shapes, "calls": habits.forwards},
             "pad to a few lengths: compiled code, tuned kernels and the allocator's blocks are then used again",
         )
+
+
+def _remedy(run: Run, kind: str, plain: str) -> str:
+    """What helps, in the words of the library that runs the loop."""
+    return _REMEDIES.get((run.evidence.loop.library if run.evidence.loop is not None else "", kind), plain)
 
 
 @dataclass(frozen=True)
