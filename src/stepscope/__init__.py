@@ -8,6 +8,7 @@
     stepscope.memory("snapshot.pickle")                            # any snapshot of PyTorch's allocator, explained
     stepscope.fit(net, batch, loss, memory="80GiB")                # will it fit? Or fit("xl", seq_len=1024, ...)
     stepscope.show("last")                                         # a run that is stored
+    stepscope.advise("last").patch                                 # what to change in the script that it watched
     stepscope.compare("runs/before", "runs/after")                 # is it faster, and how sure is that
     stepscope.tune("large", dtype="bf16", budget="10min")          # the fastest step that stays right
     stepscope.replace_parts(model, norm="fused", mlp="fused")      # fused kernels in your own model
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from stepscope.app.verbs.memory import Remembered, memory
     from stepscope.app.verbs.replace_parts import replace_parts
     from stepscope.app.verbs.run import run
-    from stepscope.app.verbs.stored_runs import Measured, show
+    from stepscope.app.verbs.stored_runs import Advised, Measured, advise, show
     from stepscope.app.verbs.trace import Traced, trace
     from stepscope.app.verbs.tune import Found, tune
     from stepscope.core.errors import InputError, StepscopeError
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Benched", "Compared", "Fitted", "Found", "InputError", "Measured", "Remembered", "Replaced", "StepscopeError",
-    "Timed", "Traced", "Watched", "__version__", "bench", "compare", "fit", "measure", "memory", "replace_parts", "run",
-    "show", "trace", "tune", "watch",
+    "Advised", "Benched", "Compared", "Fitted", "Found", "InputError", "Measured", "Remembered", "Replaced",
+    "StepscopeError", "Timed", "Traced", "Watched", "__version__", "advise", "bench", "compare", "fit", "measure",
+    "memory", "replace_parts", "run", "show", "trace", "tune", "watch",
 ]  # fmt: skip
 
 _WHERE = {
@@ -53,7 +54,7 @@ _WHERE = {
     "replace_parts": "app.verbs.replace_parts",
     "Replaced": "training.parts.replaced",
     "run": "app.verbs.run",
-    **dict.fromkeys(("show", "Measured"), "app.verbs.stored_runs"),
+    **dict.fromkeys(("advise", "show", "Advised", "Measured"), "app.verbs.stored_runs"),
     **dict.fromkeys(("trace", "Traced"), "app.verbs.trace"),
     **dict.fromkeys(("tune", "Found"), "app.verbs.tune"),
     **dict.fromkeys(("watch", "Watched"), "engine.watched_run"),

@@ -59,6 +59,8 @@ VALUES: dict[str, Callable[[Path], tuple[str, ...]]] = {
     "--figures": lambda folder: ("--figures", str(folder / "figures.json")),
     "--output": lambda folder: ("--output", str(folder / "page.html")),
     "--plots": lambda folder: ("--plots", str(folder / "plots")),
+    "--patch": lambda folder: ("--patch",),
+    "--to": lambda folder: ("--patch", "--to", str(folder / "some.diff")),
     "--plots-as": lambda folder: ("--plots-as", "svg"),
     **{flag: (lambda folder, flag=flag: (flag,)) for flag in ("--brief", "--json", "--open", "--compare", "--redact")},
 }
@@ -122,6 +124,7 @@ INPUTS: dict[str, list[Callable[[Path], tuple[str, ...]]]] = {
     "trace": [_capture, _two_ranks],
     "memory": [_alone(str(ROOT / "tests" / "data" / "snapshot_train.pickle.gz"))],
     "show": [_one_run],
+    "advise": [_alone(str(next((ROOT / "results" / "h200" / "loops").glob("*Classifier*"))))],
     "report": [_page_of_an_answer],
     "table": [_runs()],
     "ls": [_runs()],

@@ -91,6 +91,10 @@ class _Command(Verbs):
             "Find the fastest step that fits and trains as this one does, at the same batch. The same command goes on.",
         ),
         "show": ("stored_runs:show_command", "Show a run read back from disk, or the runs of one set together."),
+        "advise": (
+            "stored_runs:advise_command",
+            "Say what to change in a watched script: the line, what to write there, and what that should save.",
+        ),
         "ls": ("stored_runs:ls", "List runs, oldest first."),
         "history": ("stored_runs:history", "Trends of stored runs by workload, with changes of level dated by commit."),
         "writeup": (
@@ -110,7 +114,7 @@ class _Command(Verbs):
 
     groups: ClassVar = {
         "Measure": ("run", "watch", "bench", "sweep", "compare", "tune", "device"),
-        "Explain": ("trace", "memory", "kernel", "study"),
+        "Explain": ("advise", "trace", "memory", "kernel", "study"),
         "Predict": ("fit", "plan", "models"),
         "Keep": ("show", "ls", "table", "history", "report", "writeup"),
     }

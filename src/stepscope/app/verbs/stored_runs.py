@@ -1,4 +1,4 @@
-"""Verbs that read stored runs: `show`, `ls`, `table` and `history`. None needs PyTorch."""
+"""Verbs that read stored runs: `show`, `advise`, `ls`, `table` and `history`. None needs PyTorch."""
 
 import contextlib
 import functools
@@ -17,7 +17,7 @@ from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.answer import TEXT, Table, table_of
 from stepscope.core.errors import InputError, StepscopeError, choose, warn
 from stepscope.core.files import json_document
-from stepscope.core.options import STORED, Argument, Option, Rule, completed, verb
+from stepscope.core.options import OUTPUT, STORED, Argument, Option, Rule, completed, verb
 from stepscope.core.run import Run
 from stepscope.core.run_directory import (
     LAST,
@@ -34,6 +34,7 @@ from stepscope.core.samples import Samples
 if TYPE_CHECKING:
     from stepscope.app.verbs.memory import Remembered
     from stepscope.app.verbs.trace import Traced
+    from stepscope.runs.advice import Advice
     from stepscope.runs.fields import Condition
 
 
@@ -231,6 +232,91 @@ def _renewed() -> Generator[Callable[[Table, str | None], None]]:
             screen.update(Group(Text(table.title), make_table(table), Text(below or "")), refresh=True)
 
         yield renew
+
+
+# `stepscope advise`: what to change in the script that a run watched.
+
+
+@dataclass(frozen=True, repr=False)
+class Advised(Shown):
+    """What to write in a watched script, and what that should save."""
+
+    advice: "tuple[Advice, ...]"
+    """By expected gain: each with `kind`, `where`, `put`, `low` and `high` as shares of a step, and `how`."""
+    answer: ShownAnswer
+
+    @property
+    def patch(self) -> str:
+        """All of it that can be written as one unified diff; empty where nothing can."""
+        from stepscope.runs.advice import patch
+
+        return patch(self.advice)[0]
+
+
+def advise(name: str | Path = "last", *, runs: str | Path = "runs") -> Advised:
+    """What to change in the script that a run watched: lines, what to write there, and what that should save.
+
+        for one in stepscope.advise("last").advice:
+            print(one.where, one.put, one.low, one.high)
+
+    name: a run directory, a part of its name, or `last`.
+    runs: the folder in which names are looked up.
+
+    Raises InputError where there is no such run, or it watched no script. Needs no PyTorch.
+    """
+    from stepscope.runs.advice import advice_on, answer_advice
+
+    stored = show(name, runs=runs)
+    advice, script = advice_on(stored.run, stored.directory)
+    return Advised(tuple(advice), shown_answer(answer_advice(stored.run, advice, script)))
+
+
+@verb(
+    "advise",
+    "stepscope advise last",
+    "stepscope advise last --patch --kind waiting-for-data",
+    conflicts=(
+        Rule("needs", ("--to", "--patch"), "--to says where the diff is written: say --patch, too"),
+        Rule("conflict", ("--patch", "--json"), "--patch writes a diff, and --json the advice: ask for one"),
+    ),
+)
+def advise_command(
+    run: Annotated[str, Argument("A run directory, a part of its name, or `last`.", names_a_run=True)],
+    *,
+    patch: Annotated[bool, Option("Write a diff for `git apply` or `patch -p1`.", OUTPUT)] = False,
+    to: Annotated[Path | None, Option("Write the diff into this file.", OUTPUT, metavar="FILE")],
+    kind: Annotated[tuple[str, ...], Option("Only advice of these kinds.")] = (),
+    runs: Path,
+    shown: Presentation,
+) -> None:
+    """Say what to change in a watched script: the line, what to write there, and what that should save."""
+    from stepscope.runs import advice as made
+
+    stored = show(run, runs=runs)
+    advice, script = made.advice_on(stored.run, stored.directory)
+    if unknown := sorted({*kind} - {one.kind for one in advice}):
+        there = ", ".join(one.kind for one in advice) or "none"
+        raise InputError(f"no advice of kind {unknown[0]} on this run: there is {there}")
+    advice = [one for one in advice if not kind or one.kind in kind]
+    if not patch:
+        document = {"run": stored.run.id, "changed": script.changed, "advice": [one.document for one in advice]}
+        shown.show(made.answer_advice(stored.run, advice, script), document=lambda: json_document(document))
+        return
+    if script.changed:
+        raise InputError(f"no diff: {'; '.join(script.changed)}; watch it again")
+    diff, left = made.patch(advice)
+    for sentence in left:
+        warn(sentence)
+    if not diff:
+        warn("no diff: nothing that can be written as one")
+    elif to is None:
+        emit(diff)
+    else:
+        try:
+            to.write_text(diff)
+        except OSError as error:
+            raise InputError(f"cannot write {to}: {error.strerror or error}") from error
+        warn(f"written to {to}: git apply {to}")
 
 
 # The runs of some places for the verbs that list many, with what must be said of them on stderr.
