@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from stepscope.app.verbs.stored_runs import show
 from stepscope.core.errors import InputError
 from stepscope.runs import advice as made
 from stepscope.runs.advice import Edit, Source, Unsure
+from stepscope.runs.first_lines import first_lines
 from tests.command import stepscope
 
 SLOW = """import time
@@ -88,6 +90,9 @@ def test_a_diff_is_applied_and_gains_what_was_foretold(
     advice = advised(tmp_path)[kind]
     assert (advice["where"], advice["put"], advice["no_patch"]) == (f"train.py{where[0]}", where[1], "")
     assert 0.1 < advice["high"] < 1
+    stored = show("last", runs=tmp_path / "runs")
+    change = first_lines(stored.run, stored.directory)[2]
+    assert f"Change first: {where[1]} at " in change and f"train.py{where[0]} (" in change
     done = stepscope("advise", "last", "--patch", "--kind", kind, cwd=tmp_path)
     subprocess.run(applies, input=done.stdout, text=True, cwd=tmp_path, check=True, capture_output=True)
     new = (tmp_path / "train.py").read_text()

@@ -1,12 +1,14 @@
 """Three lines that a watched script is told first: what its step takes, what holds it back, what to change first."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 from stepscope.core.answer import Finding
 from stepscope.core.range_names import DATA, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_count, format_rate, format_seconds, format_share
 from stepscope.runs import metrics
+from stepscope.runs.advice import advice_on
 
 _WRONG = (
     "parameters-not-finite", "parameters-unchanged", "no-gradient", "update-after-backward", "eval-while-training",
@@ -39,10 +41,10 @@ def rate_words(run: Run) -> str:
     return f"a step takes {format_seconds(step_s)}{words}"
 
 
-def first_lines(run: Run) -> tuple[str, ...]:
-    """Three sentences on a measured run; none where no step was timed."""
+def first_lines(run: Run, directory: Path | None = None) -> tuple[str, ...]:
+    """Three sentences on a measured run, which lies in this directory; none where no step was timed."""
     words = rate_words(run)
-    return (f"A{words[1:]}: {_ceiling(run)}.", _most(run), _change_first(run)) if words else ()
+    return (f"A{words[1:]}: {_ceiling(run)}.", _most(run), _change_first(run, directory)) if words else ()
 
 
 def _ceiling(run: Run) -> str:
@@ -70,8 +72,8 @@ def _most(run: Run) -> str:
     return f"{names.get(part, part.capitalize())} takes most of it: {took}, {format_share(shares[part])}."
 
 
-def _change_first(run: Run) -> str:
-    """The remedy of the finding that matters most, and what it can give."""
+def _change_first(run: Run, directory: Path | None) -> str:
+    """The advice on the script, or the remedy of the finding, that should give most, and how much that can be."""
     doubted = [finding for finding in run.findings if finding.severity != "note"]
     wrong = next((finding for kind in _WRONG for finding in doubted if finding.kind == kind), None)
     if wrong is not None:
@@ -81,6 +83,15 @@ def _change_first(run: Run) -> str:
         for finding in run.findings
         if finding.kind in _COSTS and (metrics.on_gpu(run) or finding.kind != "host-waits")
     }
+    advice = advice_on(run, directory)[0] if run.evidence.loop is not None else []
+    beside = [share or 0.0 for kind, (_, share) in costs.items() if kind not in {one.kind for one in advice}]
+    if advice and advice[0].expected >= max(beside, default=0.0) / 3:  # what a finding gives begins at nothing
+        first = advice[0]
+        where = f" at {first.where}" if first.where else ""
+        finding = run.finding(first.kind)
+        why = f" {finding.sentence}" if finding is not None else ""
+        diff = "`stepscope advise last` says more" if first.no_patch else "`stepscope advise last --patch` writes it"
+        return f"Change first: {first.put}{where} ({first.saves} of a step; {diff}).{why}"
     if not costs:
         return "None of the habits that were looked for costs this loop time."
     finding, share = max(costs.values(), key=lambda each: each[1] or 0.0)

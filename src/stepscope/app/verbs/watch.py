@@ -219,7 +219,7 @@ class _Watching:
                 from stepscope.runs.first_lines import first_lines
 
                 answer = answer_run(run, str(directory))
-                lead = tuple(Line(line, "strong") for line in first_lines(run))
+                lead = tuple(Line(line, "strong") for line in first_lines(run, directory))
                 show(render_answer(msgspec.structs.replace(answer, lead=(*lead, *answer.lead))), self._stream)
         except Exception as error:  # The process must end as the script ended, even if its run cannot be shown.
             self._say(f"what was measured cannot be shown: {one_line(error)}")
