@@ -625,6 +625,15 @@ def test_20_spread_and_outliers_are_said():
     assert "wide-spread" not in kinds(make_run(step=[1.0, 1.5, 1.0, 1.5])), "four steps have no middle half to judge"
 
 
+def test_a_busy_host_and_steps_that_spread_are_one_finding():
+    run = make_run(step=[1.0, 1.4, 0.7, 1.5, 0.9, 1.2, 0.6, 1.3] * 3)
+    assert "wide-spread" in kinds(run) and run.environment is not None
+    busy = msgspec.structs.replace(run.environment, cpu_cores=8, host=HostReading(own_cores=1.0, other_cores=5.0))
+    finding = next(f for f in check_run(msgspec.structs.replace(run, environment=busy)) if f.kind == "host-busy")
+    assert "The middle half of the steps" in finding.sentence and finding.evidence["spread"]
+    assert "wide-spread" not in kinds(msgspec.structs.replace(run, environment=busy))
+
+
 def test_20_a_launch_bound_step_is_named():
     profile = ProfiledStep(
         step_s=0.03, kernel_launches=1890, busy_s=0.008, kernels=(KernelTotal(name="k", calls=1890, total_s=0.008),)

@@ -6,6 +6,8 @@ from disk, by later checks too.
 
 from collections.abc import Callable, Iterable
 
+from msgspec.structs import replace
+
 from stepscope.core.answer import SEVERITIES, Finding
 from stepscope.core.run import Run
 from stepscope.runs.checks import computation, loops, measurement
@@ -47,9 +49,31 @@ OF_HABITS = frozenset(check for check in CHECKS if check.__module__ == loops.__n
 """The checks of what a loop or a model does beside its step, for runs in which somebody looked."""
 
 
+_SAME = (
+    ("host-busy", "wide-spread"),
+    ("wide-spread", "correlated-samples"),
+    ("not-steady", "warm-up-unsettled"),
+)
+"""Pairs of findings of which the first says what to do about both."""
+_OF_ANOTHER_CAUSE = "time steps of one length"
+"""How the remedy of a wide spread begins where its cause is known, which no busy machine is."""
+
+
+def _merged(found: list[Finding]) -> list[Finding]:
+    """The findings, with those that say the same as one of them in its sentence."""
+    for keeps, goes in _SAME:
+        kept = next((each for each in found if each.kind == keeps), None)
+        gone = next((each for each in found if each.kind == goes), None)
+        if kept is None or gone is None or gone.remedy.startswith(_OF_ANOTHER_CAUSE):
+            continue
+        both = replace(kept, sentence=f"{kept.sentence} {gone.sentence}", evidence=gone.evidence | kept.evidence)
+        found = [both if each is kept else each for each in found if each is not gone]
+    return found
+
+
 def check_run(run: Run) -> tuple[Finding, ...]:
     """Every finding on this run, the gravest first."""
     evidence = run.evidence
     looked = any(known is not None for known in (evidence.habits, evidence.loop, evidence.growth))
     found = [finding for check in CHECKS if looked or check not in OF_HABITS for finding in check(run)]
-    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+    return tuple(sorted(_merged(found), key=lambda finding: SEVERITIES.index(finding.severity)))
