@@ -19,7 +19,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -426,46 +426,33 @@ class _TransformedBackward(torch.autograd.Function):
         raise InputError(f"{_SUPPORTED}, but has no second derivative: take attention reference")
 
 
-def _folded(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The tensors with the mapped dimension, of length `size`, folded into the first dimension, the batch."""
-    folded: list[Tensor | None] = []
-    for dim, tensor in zip(in_dims, tensors, strict=True):
+def _of_many(run: Callable[..., Sequence[Tensor]], tensors: int) -> Callable[..., Any]:
+    """The rule for `vmap` of an operator with so many tensors, three options, and the bounds of documents, which a call
+    may leave out."""
+
+    def fold(size: int, dim: int | None, tensor: Tensor | None, batch: int = 0) -> Tensor | None:
+        # The mapped dimension becomes part of the batch, which stands at this place.
         if tensor is None:
-            folded.append(None)
-            continue
+            return None
         whole = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        folded.append(whole.flatten(0, 1))
-    return folded
+        return whole.movedim(0, batch).flatten(batch, batch + 1)
+
+    def run_many(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        size, options = info.batch_size, inputs[tensors : tensors + 3]
+        folded = [fold(size, dim, tensor) for dim, tensor in zip(in_dims[:tensors], inputs[:tensors], strict=True)]
+        bounds = [
+            fold(size, dim, bounds, batch=1)
+            for dim, bounds in zip(in_dims[tensors + 3 :], inputs[tensors + 3 :], strict=True)
+        ]
+        outputs = run(*folded, *options, *bounds)
+        return tuple(out.unflatten(0, (size, -1)) for out in outputs), (0,) * len(outputs)
+
+    return run_many
 
 
-def _bounds_of_many(size: int, dim: int | None, bounds: Tensor | None) -> Tensor | None:
-    """Bounds (2, B, S) of documents for the folded batch, as in `_folded`."""
-    if bounds is None:
-        return None
-    whole = bounds.expand(size, *bounds.shape) if dim is None else bounds.movedim(dim, 0)
-    return whole.transpose(0, 1).flatten(1, 2)
-
-
-def _unfolded(size: int, outputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    return tuple(out.unflatten(0, (size, -1)) for out in outputs), (0,) * len(outputs)
-
-
-def _last(in_dims: tuple[Any, ...], inputs: tuple[Any, ...], at: int) -> tuple[Any, Any]:
-    """The dimension and the value of the input at this place; None for both where the call leaves it out."""
-    return (in_dims[at], inputs[at]) if len(inputs) > at else (None, None)
-
-
-def _forward_of_many(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    tensors = _folded(info.batch_size, in_dims[:3], inputs[:3])
-    bounds = _bounds_of_many(info.batch_size, *_last(in_dims, inputs, 6))
-    return _unfolded(info.batch_size, torch.ops.stepscope.flash_attention_forward(*tensors, *inputs[3:6], bounds))
-
-
-def _backward_of_many(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-    tensors = _folded(info.batch_size, in_dims[:7], inputs[:7])
-    bounds = _bounds_of_many(info.batch_size, *_last(in_dims, inputs, 10))
-    return _unfolded(info.batch_size, torch.ops.stepscope.flash_attention_backward(*tensors, *inputs[7:10], bounds))
-
-
-torch.library.register_vmap("stepscope::flash_attention_forward", _forward_of_many)
-torch.library.register_vmap("stepscope::flash_attention_backward", _backward_of_many)
+torch.library.register_vmap(
+    "stepscope::flash_attention_forward", _of_many(torch.ops.stepscope.flash_attention_forward, 3)
+)
+torch.library.register_vmap(
+    "stepscope::flash_attention_backward", _of_many(torch.ops.stepscope.flash_attention_backward, 7)
+)

@@ -150,9 +150,9 @@ def _visit_queries(
     return dk, dv
 
 
-@triton.jit
-def _key_gradients(
-    tile, Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
+@triton.jit(do_not_specialize=["together"])
+def flash_key_gradients(
+    Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     batches, kv_heads, queries, keys, window, padded, together,
@@ -161,9 +161,15 @@ def _key_gradients(
     PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, FUSED: tl.constexpr,
     TMA_REDUCE: tl.constexpr,
 ):  # fmt: skip
+    """Compute dK and dV: one program per tile of keys, which visits the query heads of its group in order.
+
+    FUSED also adds dQ / scale to DQ (fp32, initially zero) by atomics, through a pointer or, with TMA_REDUCE, a
+    descriptor.
+    """
     # Under a causal mask the first keys are seen by the most queries, so the heavy tiles already come first.
+    program = tl.program_id(0)
     key_tiles = tl.cdiv(keys, BLOCK_N)
-    batch_head, key_tile = turn_of(tile, key_tiles, batches * kv_heads, together, ROWS_FIRST)
+    batch_head, key_tile = turn_of(program, key_tiles, batches * kv_heads, together, ROWS_FIRST)
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     batch_long = long(batch)
@@ -199,26 +205,17 @@ def _key_gradients(
         g_offset = batch_long * g_batch + long(head) * g_head
         dq_offset = batch_long * dq_batch + long(head) * dq_head
         statistics_row = batch * kv_heads * GROUP + head
-        if CAUSAL or WINDOW or BOUNDS is not None or (FUSED and not EVEN_KEYS):
-            dk, dv = _visit_queries(
-                dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
-                q_row, g_row, dq_row, key, document_first, document_after, begin, tl.minimum(full_begin, end),
-                queries, keys, window, padded, rows, scale_log2,
-                HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, True, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
-            )  # fmt: skip
-        dk, dv = _visit_queries(
-            dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
-            q_row, g_row, dq_row, key, document_first, document_after, full_begin, full_end,
-            queries, keys, window, padded, rows, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, False, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
-        )  # fmt: skip
-        if WINDOW or BOUNDS is not None:
-            dk, dv = _visit_queries(
-                dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
-                q_row, g_row, dq_row, key, document_first, document_after, full_end, end,
-                queries, keys, window, padded, rows, scale_log2,
-                HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, True, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
-            )  # fmt: skip
+        # Masked tiles before those where every pair is visible, these, and masked tiles behind them.
+        begins = (begin, full_begin, full_end)
+        ends = (tl.minimum(full_begin, end), full_end, end)
+        for side in tl.static_range(3):
+            if side == 1 or WINDOW or BOUNDS is not None or (side == 0 and (CAUSAL or (FUSED and not EVEN_KEYS))):
+                dk, dv = _visit_queries(
+                    dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch,
+                    head, q_row, g_row, dq_row, key, document_first, document_after, begins[side], ends[side],
+                    queries, keys, window, padded, rows, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW,
+                    side != 1, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
+                )  # fmt: skip
     store_tile(
         DV, batch_long * dv_batch + long(kv_head) * dv_head, dv, first_key, keys, dv_row,
         BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS,
@@ -258,21 +255,28 @@ def _visit_keys(
     return dq
 
 
-@triton.jit
-def _query_gradients(
-    tile, Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, scale, scale_log2,
+@triton.jit(do_not_specialize=["together"])
+def flash_query_gradients(
+    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
     batches, kv_heads, queries, keys, window, padded, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, PREPARE: tl.constexpr,
-    HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
+    HAS_LOGSUMEXP_GRADIENT: tl.constexpr, others,
 ):  # fmt: skip
+    """Compute dQ: one program per tile of queries. PREPARE also writes STATISTICS for `flash_key_gradients`.
+
+    others: how many programs of another kernel come first in a joint launch; None in one of its own.
+    """
+    program = tl.program_id(0)
+    if others is not None:
+        program -= others
     # With PREPARE, the statistics of the rows between the sequence's end and `padded` are written too.
     row_tiles = tl.cdiv(padded if PREPARE else queries, BLOCK_M)
     heads = kv_heads * GROUP
-    batch_head, row_tile = turn_of(tile, row_tiles, batches * heads, together, ROWS_FIRST)
+    batch_head, row_tile = turn_of(program, row_tiles, batches * heads, together, ROWS_FIRST)
     if CAUSAL:
         row_tile = row_tiles - 1 - row_tile
     batch = batch_head // heads
@@ -310,73 +314,19 @@ def _query_gradients(
     begin, full_begin, full_end, end = keys_visited(
         BOUNDS, batch, batches, first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
     )
-    if WINDOW or BOUNDS is not None:
-        dq = _visit_keys(
-            dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-            query, document_first, document_after, begin, tl.minimum(full_begin, end), keys, window, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA,
-        )  # fmt: skip
-    if CAUSAL or WINDOW or BOUNDS is not None or not EVEN_KEYS:
-        dq = _visit_keys(
-            dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-            query, document_first, document_after, full_end, end, keys, window, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA,
-        )  # fmt: skip
-    dq = _visit_keys(
-        dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-        query, document_first, document_after, full_begin, full_end, keys, window, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA,
-    )  # fmt: skip
+    begins = (begin, full_end, full_begin)
+    ends = (tl.minimum(full_begin, end), end, full_end)
+    # Masked tiles on either side, then those where every pair is visible.
+    for side in tl.static_range(3):
+        if side == 2 or WINDOW or BOUNDS is not None or (side == 1 and (CAUSAL or not EVEN_KEYS)):
+            dq = _visit_keys(
+                dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
+                query, document_first, document_after, begins[side], ends[side], keys, window, scale_log2,
+                HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, side != 2, EVEN_KEYS, PRECISION, TMA,
+            )  # fmt: skip
     store_tile(
         DQ, batch_long * dq_batch + long(head) * dq_head, dq * scale, first_query, queries, dq_row,
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["together"])
-def flash_key_gradients(
-    Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-    batches, kv_heads, queries, keys, window, padded, together,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, FUSED: tl.constexpr,
-    TMA_REDUCE: tl.constexpr,
-):  # fmt: skip
-    """Compute dK and dV: one program per tile of keys, which visits the query heads of its group in order.
-
-    FUSED also adds dQ / scale to DQ (fp32, initially zero) by atomics, through a pointer or, with TMA_REDUCE, a
-    descriptor.
-    """
-    _key_gradients(
-        tl.program_id(0), Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
-        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-        dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-        batches, kv_heads, queries, keys, window, padded, together, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-        CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, ROWS_FIRST, FUSED, TMA_REDUCE,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["together"])
-def flash_query_gradients(
-    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, scale, scale_log2,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
-    batches, kv_heads, queries, keys, window, padded, together,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, PREPARE: tl.constexpr,
-    HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
-):  # fmt: skip
-    """Compute dQ: one program per tile of queries. PREPARE also writes STATISTICS for `flash_key_gradients`."""
-    _query_gradients(
-        tl.program_id(0), Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS,
-        scale, scale_log2,
-        q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-        o_batch, o_head, o_row, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded, together,
-        GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA,
-        ROWS_FIRST, PREPARE, HAS_LOGSUMEXP_GRADIENT,
     )  # fmt: skip
 
 
@@ -398,23 +348,21 @@ def flash_joint_gradients(
     Q2 to GRADIENT2 are descriptors of the tiles that programs over queries load. STATISTICS2 is a pointer.
     """
     key_programs = tl.cdiv(keys, BLOCK_N) * batches * kv_heads
-    program = tl.program_id(0)
-    if program < key_programs:
-        _key_gradients(
-            program, Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
+    if tl.program_id(0) < key_programs:
+        flash_key_gradients(
+            Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
             batches, kv_heads, queries, keys, window, padded, together, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
             CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, ROWS_FIRST, False, False,
         )  # fmt: skip
     else:
-        _query_gradients(
-            program - key_programs, Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2, BOUNDS,
-            scale, scale_log2,
+        flash_query_gradients(
+            Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2, BOUNDS, scale, scale_log2,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             0, 0, 0, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded, together,
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_M2, BLOCK_N2, CAUSAL, WINDOW, EVEN_QUERIES2, EVEN_KEYS2, PRECISION, TMA,
-            ROWS_FIRST, False, False,
+            ROWS_FIRST, False, False, key_programs,
         )  # fmt: skip
 
 

@@ -112,23 +112,17 @@ def _attend_tile(
     begin, full_begin, full_end, end = keys_visited(
         BOUNDS, batch, batches, first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
     )
-    if WINDOW or BOUNDS is not None:
-        output, total, maximum = _visit_keys(
-            output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-            query, document_first, document_after, begin, tl.minimum(full_begin, end), keys, window, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA, False,
-        )  # fmt: skip
-    if CAUSAL or WINDOW or BOUNDS is not None or not EVEN_KEYS:
-        output, total, maximum = _visit_keys(
-            output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-            query, document_first, document_after, full_end, end, keys, window, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, True, EVEN_KEYS, PRECISION, TMA, False,
-        )  # fmt: skip
-    output, total, maximum = _visit_keys(
-        output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-        query, document_first, document_after, full_begin, full_end, keys, window, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, False, EVEN_KEYS, PRECISION, TMA, WARP_SPECIALIZE,
-    )  # fmt: skip
+    begins = (begin, full_end, full_begin)
+    ends = (tl.minimum(full_begin, end), end, full_end)
+    # Masked tiles on either side, then those where every pair is visible.
+    for side in tl.static_range(3):
+        if side == 2 or WINDOW or BOUNDS is not None or (side == 1 and (CAUSAL or not EVEN_KEYS)):
+            output, total, maximum = _visit_keys(
+                output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
+                query, document_first, document_after, begins[side], ends[side], keys, window, scale_log2,
+                HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, side != 2, EVEN_KEYS, PRECISION, TMA,
+                WARP_SPECIALIZE and side == 2,
+            )  # fmt: skip
 
     # A row that saw no key has total 0 and maximum -inf. Its output is zeros, its logsumexp -inf + log2(1) = -inf.
     divisor = tl.where(total == 0.0, 1.0, total)

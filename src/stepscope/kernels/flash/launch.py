@@ -308,7 +308,7 @@ class Backward:
             *self._inputs, *self.out.stride()[:3], *self.dq.stride()[:3], *self._sizes,
             *self._shape(tiles), *self._mask,
             even_queries and rows == self.queries, even_keys, *self._loading,
-            self.rows_first, prepare, logsumexp_gradient is not None,
+            self.rows_first, prepare, logsumexp_gradient is not None, None,
             **_options(tiles),
         )  # fmt: skip
 
@@ -370,20 +370,17 @@ def run_backward(
         backward.hopper(backward.sums, configuration.hopper, logsumexp_gradient)
         return
     backward.split()
+    queries = configuration.queries
     if configuration.way == "apart":
-        backward.over_queries(_required(configuration), prepare=True, logsumexp_gradient=logsumexp_gradient)
+        assert queries is not None  # as a configuration checks
+        backward.over_queries(queries, prepare=True, logsumexp_gradient=logsumexp_gradient)
         backward.over_keys(configuration.keys)
         return
     backward.preprocess(logsumexp_gradient)
     if configuration.way == "joint":
-        backward.joint(configuration.keys, _required(configuration))
+        assert queries is not None
+        backward.joint(configuration.keys, queries)
     else:
         accumulated = torch.zeros(backward.q.shape, dtype=torch.float32, device=backward.q.device)
         backward.over_keys(configuration.keys, accumulated=accumulated, tma_reduce=configuration.tma_reduce)
         backward.finish(accumulated, backward.queries)
-
-
-def _required(configuration: BackwardConfiguration) -> Tiles:
-    if configuration.queries is None:
-        raise ValueError(f"{configuration.way} needs tiles for the kernel over queries: {configuration}")
-    return configuration.queries
