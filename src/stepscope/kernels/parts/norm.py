@@ -137,37 +137,29 @@ def _backward(
     branch_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x in its dtype, of the branch where that has another one, and of the weight."""
-    dx = torch.empty(x.shape, dtype=dtype, device=x.device)
-    apart = branch_dtype is not None and branch_dtype != dtype
-    dbranch = torch.empty(x.shape if apart else (0,), dtype=branch_dtype or dtype, device=x.device)
+    dx, dbranch, dweight = _fake_backward(dy, dtotal, x, weight, roots, dtype, branch_dtype)
     if not x.numel():
-        return dx, dbranch, torch.zeros_like(weight)
-    rows, gradients = _rows(x), _rows(dy)
+        return dx, dbranch, dweight.zero_()
+    values, gradients = _rows(x), _rows(dy)
     totals = gradients if dtotal is None else _rows(dtotal)
-    count, width = rows.shape
+    count, width = values.shape
     programs = norm_programs(count, x.device.type)
     shares = torch.empty(programs, width, dtype=_wide_dtype(x), device=x.device)
     block = power_of_two(width)
     launch_at(
         x, rms_norm_backward, (programs,),
-        gradients, totals, rows, weight.contiguous(), roots, dx, dbranch, shares, gradients.stride(0),
-        totals.stride(0), rows.stride(0), count, width, tiles_of(count, programs),
-        HAS_TOTAL=dtotal is not None, HAS_BRANCH=apart, WIDE=wide(x.dtype), BLOCK=block, num_warps=warps_for(block),
+        gradients, totals, values, weight.contiguous(), roots, dx, dbranch, shares, gradients.stride(0),
+        totals.stride(0), values.stride(0), count, width, tiles_of(count, programs),
+        HAS_TOTAL=dtotal is not None, HAS_BRANCH=dbranch.numel() > 0, WIDE=wide(x.dtype), BLOCK=block,
+        num_warps=warps_for(block),
     )  # fmt: skip
-    return dx, dbranch, _summed(shares, weight)
-
-
-def _summed(shares: Tensor, weight: Tensor) -> Tensor:
-    """The sum of all programs' shares of the weight's gradient. PyTorch's sum over a few hundred rows takes longer than
-    the kernel that made them."""
-    programs, width = shares.shape
-    total = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    # PyTorch's sum over a few hundred rows takes longer than the kernel that made them.
     rows, columns = (256, 16) if not interpreted() else (power_of_two(programs), power_of_two(width))
     launch_at(
-        shares, rms_norm_shares, (tiles_of(width, columns),),
-        shares, total, programs, width, WIDE=wide(shares.dtype), ROWS=rows, COLUMNS=columns, num_warps=8,
+        x, rms_norm_shares, (tiles_of(width, columns),),
+        shares, dweight, programs, width, WIDE=wide(shares.dtype), ROWS=rows, COLUMNS=columns, num_warps=8,
     )  # fmt: skip
-    return total
+    return dx, dbranch, dweight
 
 
 def _fake_backward(
@@ -212,32 +204,7 @@ def _options(epsilon: float, dtype: torch.dtype) -> tuple[int, int]:
     return native.bits(epsilon), native.DTYPE_NUMBERS[dtype]
 
 
-def _norm_gradients(dy: Tensor, x: Tensor, weight: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
-    refuse_second_derivative(_NAME)
-    run = torch.ops.stepscope.rms_norm_backward if watched(dy, x, weight) else _backward
-    dx, _, dweight = run(dy, None, x, weight, roots, x.dtype, None)
-    return dx, dweight
-
-
-class _Norm(torch.autograd.Function):
-    """y = norm(x)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-        def run() -> native.Ran:
-            run = torch.ops.stepscope.rms_norm_forward if watched(x, weight) else _forward
-            y, _, roots = run(x, None, weight, epsilon, dtype)
-            return (y,), (x, weight, roots)
-
-        (y,) = native.forward(ctx, _NORM, (x, weight), _options(epsilon, dtype), run, _norm_gradients)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *native.backward(ctx, gradients), None, None
-
-
-def _add_norm_gradients(
+def _gradients(
     dtypes: tuple[torch.dtype, torch.dtype], dtotal: Tensor, dy: Tensor, total: Tensor, weight: Tensor, roots: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     refuse_second_derivative(_NAME)
@@ -246,25 +213,36 @@ def _add_norm_gradients(
     return dx, dx if dtypes[0] == dtypes[1] else dbranch, dweight
 
 
-class _AddNorm(torch.autograd.Function):
-    """s = x + branch, y = norm(s)."""
+def _gradients_without_branch(dy: Tensor, x: Tensor, weight: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
+    refuse_second_derivative(_NAME)
+    run = torch.ops.stepscope.rms_norm_backward if watched(dy, x, weight) else _backward
+    dx, _, dweight = run(dy, None, x, weight, roots, x.dtype, None)
+    return dx, dweight
+
+
+class _Norm(torch.autograd.Function):
+    """(norm(x),) or, of x and a branch, s = x + branch and norm(s)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        def run() -> native.Ran:
-            run = torch.ops.stepscope.rms_norm_forward if watched(x, branch, weight) else _forward
-            y, total, roots = run(x, branch, weight, epsilon, dtype)
-            return (total, y), (total, weight, roots)
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        operation, inputs, gradients = _NORM, (x, weight), _gradients_without_branch
+        if branch is not None:
+            operation, inputs = _ADD_NORM, (x, branch, weight)
+            gradients = functools.partial(_gradients, (x.dtype, branch.dtype))
 
-        gradients = functools.partial(_add_norm_gradients, (x.dtype, branch.dtype))
-        total, y = native.forward(ctx, _ADD_NORM, (x, branch, weight), _options(epsilon, dtype), run, gradients)
-        return total, y
+        def run() -> native.Ran:
+            run = torch.ops.stepscope.rms_norm_forward if watched(*inputs) else _forward
+            y, total, roots = run(x, branch, weight, epsilon, dtype)
+            return ((y,), (x, weight, roots)) if branch is None else ((total, y), (total, weight, roots))
+
+        return native.forward(ctx, operation, inputs, _options(epsilon, dtype), run, gradients)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *native.backward(ctx, gradients), None, None
+        dx, *dbranch, dweight = native.backward(ctx, gradients)
+        return dx, *(dbranch or [None]), dweight, None, None
 
 
 def rms_norm(
@@ -285,8 +263,5 @@ def rms_norm(
     dtype = dtype or autocast_dtype(x)
     inputs, operation = ((x, weight), _NORM) if branch is None else ((x, branch, weight), _ADD_NORM)
     known = None if watched(*inputs) else operation.call(inputs, _options(epsilon, dtype))
-    if known is not None:
-        return (x, known[0]) if branch is None else (known[0], known[1])
-    if branch is None:
-        return x, _Norm.apply(x, weight, epsilon, dtype)
-    return _AddNorm.apply(x, branch, weight, epsilon, dtype)
+    outputs = _Norm.apply(x, branch, weight, epsilon, dtype) if known is None else known
+    return (x, outputs[0]) if branch is None else (outputs[0], outputs[1])
