@@ -35,6 +35,7 @@ from stepscope.questions.autocast_operators import (
     observe_cuda_rules,
     observe_operators,
 )
+from stepscope.questions.replays import hooked
 from stepscope.recording.environment import resolve_device
 from stepscope.recording.fake_memory import AsOnCuda
 from stepscope.training.training_step import build_model
@@ -106,12 +107,12 @@ class ToyModel(nn.Module):
 
 
 def model_with_loss(
-    model: str, own: str | None, device: torch.device, seed: int = 0, arguments: Mapping[str, Any] | None = None
+    model: str, own: str | None, device: torch.device, arguments: Mapping[str, Any] | None = None
 ) -> ModelWithLoss:
     """The toy network or a preset by name; or, where `own` names one, the user's."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     if own is not None:
-        return ModelWithLoss(name=own, own=load_module(own, arguments, seed=seed).on(device))
+        return ModelWithLoss(name=own, own=load_module(own, arguments, seed=0).on(device))
     if choose_model(model, (TOY, *PRESETS)) == TOY:
         targets_B = torch.randint(TOY_OUT, (TOY_BATCH,)).to(device)
 
@@ -120,7 +121,7 @@ def model_with_loss(
 
         toy, batch = ToyModel().to(device), torch.randn(TOY_BATCH, TOY_IN).to(device)
         return ModelWithLoss(name=TOY, own=UserModule(name=TOY, module=toy, batches=[batch], loss=cross_entropy))
-    workload = TextbookWorkload(model=configure(model), batch_size=SEQUENCES, seq_len=TOKENS, seed=seed)
+    workload = TextbookWorkload(model=configure(model), batch_size=SEQUENCES, seq_len=TOKENS)
     check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
     tokens_BS, targets_BS = torch.randint(workload.model.vocabulary, (2, SEQUENCES, TOKENS)).to(device)
 
@@ -170,10 +171,10 @@ def record(model: ModelWithLoss, device: torch.device, low: torch.dtype) -> Auto
     module = model.module
     seen = {id(part): Seen() for part in module.modules()}
 
-    def enter(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(_path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen[id(part)].inputs |= {dtype_name(tensor.dtype): None for tensor in _tensors((args, kwargs))}
 
-    def leave(part: nn.Module, _: object, output: Any) -> None:
+    def leave(_path: str, part: nn.Module, _: object, output: Any) -> None:
         of = seen[id(part)]
         of.calls += 1
         for tensor in _tensors(output):
@@ -181,16 +182,11 @@ def record(model: ModelWithLoss, device: torch.device, low: torch.dtype) -> Auto
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: of.gradients.update({dtype_name(gradient.dtype): None}))
 
-    handles = [part.register_forward_pre_hook(enter, with_kwargs=True) for part in module.modules()]
-    handles += [part.register_forward_hook(leave) for part in module.modules()]
-    try:
+    with hooked(module, enter, leave):
         with autocast_region(device.type, low), Casts(module.named_parameters()) as casts:
             output, loss = model.forward()
             inside = {name: dtype_name(parameter.dtype) for name, parameter in module.named_parameters()}
         model.backward(loss)
-    finally:
-        for handle in handles:
-            handle.remove()
     gradients = {n: None if p.grad is None else dtype_name(p.grad.dtype) for n, p in module.named_parameters()}
     return AutocastRecord(
         seen=seen,

@@ -519,17 +519,11 @@ def _kept(model: "nn.Module") -> "Iterator[dict[tuple[str, str, float], list[Ten
         read.setdefault((name_of(name), kind, epsilon), []).append(x.detach().float().reshape(-1, width))
 
     # By the class's name: models bring classes of their own, as LlamaRMSNorm.
-    handles = [
-        module.register_forward_pre_hook(partial(keep, name, kind))
-        for name, module in model.named_modules()
-        for kind in NORMS
-        if type(module).__name__.endswith(kind)
-    ]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            for kind in (kind for kind in NORMS if type(module).__name__.endswith(kind)):
+                hooks.callback(module.register_forward_pre_hook(partial(keep, name, kind)).remove)
         yield read
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _inputs(reads: Sequence[_Read]) -> Table:

@@ -6,11 +6,11 @@ All of them run from the same weights, buffers, batch and random state. What cou
 """
 
 import contextlib
-import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -172,30 +172,19 @@ def _part_like(whole: Tensor, tensor: Tensor, micro: int, parts: int) -> Tensor 
 
 def _watch(step: ModuleStep, seed: int, told: Told) -> None:
     watching = _Watching(step, told)
-    with watching.running():
+    # Compiled code leaves its graph for hooks.
+    outside: Any = torch.compiler.disable if step.compiled else lambda hook: hook
+    with replays.hooked(step.model, outside(watching.enter), outside(watching.leave)):
         replays.run_step(step, seed, watching)
 
 
 class _Watching(Recorder):
-    """Hooks on every module of a step, which tell of what goes in, what comes out, and of the gradients of that."""
+    """Tells of what goes into each module of a step, what comes out, and of the gradients of that."""
 
     def __init__(self, step: ModuleStep, told: Told) -> None:
-        self._step, self._told = step, told
-        self._parts = step.workload.accumulation
+        self._scaler, self._told = step.scaler, told
         self._micro, self._in_forward = -1, False
         self._calls: Counter[str] = Counter()
-        self._latest: dict[tuple[str, Tensor], int] = {}
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """A context in which the hooks are on. Compiled code leaves its graph for them."""
-        outside: Any = torch.compiler.disable if self._step.compiled else lambda hook: hook
-        with contextlib.ExitStack() as stack:
-            for path, module in self._step.model.named_modules():
-                enter, leave = outside(self._entering(path)), outside(self._leaving(path))
-                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(leave).remove)
-            yield
 
     def phase_begins(self, name: str) -> None:
         if name == FORWARD:
@@ -206,34 +195,26 @@ class _Watching(Recorder):
     def phase_ends(self, name: str) -> None:
         self._in_forward = False  # checkpointing calls modules again in backward
 
-    def _entering(self, path: str) -> Callable[..., None]:
-        def enter(_module: object, args: Any, kwargs: Any) -> None:
-            if self._in_forward:
-                for leaf, tensor in _floats((args, kwargs)):
-                    self._told(Event("input", path, self._calls[path], leaf), self._micro, tensor)
+    def enter(self, path: str, _module: object, args: Any, kwargs: Any) -> None:
+        """A hook before a module's forward."""
+        if self._in_forward:
+            for leaf, tensor in _floats((args, kwargs)):
+                self._told(Event("input", path, self._calls[path], leaf), self._micro, tensor)
 
-        return enter
+    def leave(self, path: str, _module: object, _args: object, output: Any) -> None:
+        """A hook behind a module's forward."""
+        if not self._in_forward:
+            return
+        call, micro = self._calls[path], self._micro
+        self._calls[path] += 1
+        for leaf, tensor in _floats(output):
+            self._told(Event("output", path, call, leaf), micro, tensor)
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._come_back, Event("gradient", path, call, leaf), micro))
 
-    def _leaving(self, path: str) -> Callable[..., None]:
-        def leave(_module: object, _args: object, output: Any) -> None:
-            if not self._in_forward:
-                return
-            call, micro = self._calls[path], self._micro
-            self._calls[path] += 1
-            for leaf, tensor in _floats(output):
-                self._told(Event("output", path, call, leaf), micro, tensor)
-                if tensor.requires_grad:
-                    tensor.register_hook(self._coming_back(Event("gradient", path, call, leaf), micro))
-
-        return leave
-
-    def _coming_back(self, event: Event, micro: int) -> Callable[[Tensor], None]:
-        scaler = self._step.scaler
-
-        def come(gradient: Tensor) -> None:
-            self._told(event, micro, gradient / scaler.get_scale() if scaler.is_enabled() else gradient)
-
-        return come
+    def _come_back(self, event: Event, micro: int, gradient: Tensor) -> None:
+        scaler = self._scaler
+        self._told(event, micro, gradient / scaler.get_scale() if scaler.is_enabled() else gradient)
 
 
 def _floats(value: Any) -> Iterator[tuple[int, Tensor]]:
@@ -285,7 +266,7 @@ class Judged:
 
 def judge(plain: Plain, variant: StepVariant) -> Judged:
     """Run a variant and hold it against the plain step."""
-    judged = functools.partial(Judged, variant=variant, plain=plain)
+    judged = partial(Judged, variant=variant, plain=plain)
     try:
         found = plain.setting.run(variant)
     except StepscopeError as error:

@@ -1,12 +1,14 @@
 """One step run again and again from one state: the model, what a run gives, and how far two are apart."""
 
+import contextlib
 import dataclasses
 import math
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -90,6 +92,17 @@ def run_step(step: ModuleStep, seed: int, *recorders: Recorder, weights: Sequenc
     loss = sum(factor * each for factor, each in zip(factors, found, strict=True))
     rounding = torch.finfo(step.loss.dtype if step.loss is not None else torch.float32).eps
     return StepResult(losses=tuple(found), loss=loss, loss_rounding=rounding, gradients=gradients)
+
+
+@contextlib.contextmanager
+def hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """While open, each module's calls are told: to `enter` by its path, the module, args and kwargs; to `leave` by its
+    path, the module, args and the output."""
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(partial(enter, path), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(partial(leave, path)).remove)
+        yield
 
 
 def distance(found: StepResult, reference: StepResult) -> Distance:

@@ -4,7 +4,6 @@ each module alone in 16 bits, ranked by how far this moves the gradients, beside
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,8 +71,8 @@ class Parts:
 
 def find_parts(step: ModuleStep, seed: int) -> Parts:
     """Run a step once, and see which modules compute."""
-    seeing = _Seeing(step.model)
-    with seeing.running():
+    seeing = _Seeing()
+    with seeing._watching, replays.hooked(step.model, seeing.enter, seeing.leave):
         replays.run_step(step, seed, seeing)
     # Modules of a Sequential differ in a number alone, too: only those of one class are layers.
     grouped: dict[tuple[str, str], list[str]] = {}
@@ -112,10 +111,9 @@ def _kind(step: ModuleStep, path: str, called: frozenset[str]) -> str:
 
 
 class _Seeing(Recorder):
-    """Hooks that know which module runs, and a mode that sees operators."""
+    """Knows which module runs, and sees the operators of forward by a mode."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self.open: list[str] = []
         """The modules that run, the innermost last."""
         self._watching = contextlib.ExitStack()
@@ -123,23 +121,14 @@ class _Seeing(Recorder):
         self.widest: dict[str | None, int] = {}
         """The bytes of the widest number that each module's own operators take; under None the loss's."""
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """A context in which the hooks are on."""
+    def enter(self, path: str, *_: object) -> None:
+        """A hook before a module's forward."""
+        self.open.append(path)
+        self.called[path] = None
 
-        def enter(path: str, *_: object) -> None:
-            self.open.append(path)
-            self.called[path] = None
-
-        def leave(*_: object) -> None:
-            self.open.pop()
-
-        with contextlib.ExitStack() as stack:
-            for path, module in self._model.named_modules():
-                stack.callback(module.register_forward_pre_hook(functools.partial(enter, path)).remove)
-                stack.callback(module.register_forward_hook(leave).remove)
-            stack.enter_context(self._watching)
-            yield
+    def leave(self, *_: object) -> None:
+        """A hook behind a module's forward."""
+        self.open.pop()
 
     def phase_begins(self, name: str) -> None:
         if name == FORWARD:
