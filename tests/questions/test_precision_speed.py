@@ -52,7 +52,7 @@ def test_amdahl_by_hand():
     """fp32: 80 s of products, 15 of other kernels, 5 without. bf16: 8, 18, 10. So 100 s become 36."""
     law = amdahl(parts(80, 15, 5), parts(8, 18, 10))
     assert law.product_share == 0.8
-    assert (law.products, law.rest) == (10, 15 / 18)
+    assert (law.products_speed_up, law.rest_speed_up) == (10, 15 / 18)
     assert law.whole == 100 / 36
     assert law.whole == pytest.approx(1 / (0.8 / 10 + 0.15 / (15 / 18) + 0.05 / (5 / 10)))
     assert (law.products_gain_s, law.rest_gain_s, law.between_gain_s) == (72, -3, -5)
@@ -63,7 +63,7 @@ def test_amdahl_by_hand():
 
 def test_amdahl_where_a_part_takes_no_time():
     law = amdahl(parts(80, 0, None), parts(20, 5, None))
-    assert (law.products, law.rest, law.limit, law.between_gain_s) == (4, None, None, None)
+    assert (law.products_speed_up, law.rest_speed_up, law.limit, law.between_gain_s) == (4, None, None, None)
     assert law.by_products_alone == 4 and law.whole == 80 / 25
 
 

@@ -8,40 +8,19 @@ from typing import Annotated, Any
 
 import msgspec
 
-from stepscope.core import errors, interrupts
+from stepscope.core import attention_call, errors, interrupts
 from stepscope.core.answer import Answer
-from stepscope.core.attention_call import (
-    CALL_COMPILES,
-    PRODUCTS,
-    AttentionCell,
-    AttentionShape,
-    AttentionTimings,
-    CallCompile,
-    Launches,
-    decode_timings,
-    encode_timings,
-)
 from stepscope.core.files import read_named
 from stepscope.core.options import CALLS, GIVEN, MEASURING, WORKLOAD, Option, completed, refuse_beside
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype, is_users
 from stepscope.core.precisions import Dtype
 from stepscope.core.run_directory import write_atomically
 from stepscope.engine.request import Stage, Tell
-from stepscope.questions.attention_gate import (
-    FIGURES,
-    Attentions,
-    Dtypes,
-    check_place,
-    decode_matrix,
-    gate_dtypes_of,
-    implementations_of,
-    result_of,
-    usual_workers,
-)
+from stepscope.questions import attention_gate
 from stepscope.questions.attention_workers import WorkerTask, work_through
 from stepscope.questions.question import Question, Result, read_answer
 
-LAUNCHES: tuple[Launches, ...] = ("hidden", "shown")
+LAUNCHES: tuple[attention_call.Launches, ...] = ("hidden", "shown")
 LONGEST = 1 << 24
 WIDEST = 1 << 12
 """The largest head_dim that is accepted; a larger one is a typing error."""
@@ -65,8 +44,8 @@ class GridSizes(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     heads: int
     causal: bool
-    compiles: tuple[CallCompile, ...] = ("none",)
-    launches: Launches = "hidden"
+    compiles: tuple[attention_call.CallCompile, ...] = ("none",)
+    launches: attention_call.Launches = "hidden"
     seconds: float
 
 
@@ -108,8 +87,8 @@ def grid_groups(
     heads: int,
     key_heads: int | None,
     causal: bool,
-    compiles: Sequence[CallCompile],
-) -> list[list[AttentionCell]]:
+    compiles: Sequence[attention_call.CallCompile],
+) -> list[list[attention_call.AttentionCell]]:
     """Cells of one shape and dtype together, short sequences first. Raises InputError for what no call can be."""
     key_heads = heads if key_heads is None else key_heads
     for option, value, most in (
@@ -126,14 +105,14 @@ def grid_groups(
         raise errors.InputError(
             f"--kv-heads {key_heads} does not divide --heads {heads}: each serves as many query heads"
         )
-    names, wanted = implementations_of(implementations), gate_dtypes_of(dtypes)
+    names, wanted = attention_gate.implementations_of(implementations), attention_gate.gate_dtypes_of(dtypes)
     return [
         [
-            AttentionCell(
+            attention_call.AttentionCell(
                 implementation=name,
                 dtype=dtype,
                 compile=mode,
-                shape=AttentionShape(
+                shape=attention_call.AttentionShape(
                     batch=batch_size, heads=heads, key_heads=key_heads, queries=length, keys=length,
                     head_dim=head_dim, causal=causal,
                 ),
@@ -147,7 +126,7 @@ def grid_groups(
     ]  # fmt: skip
 
 
-def check_runnable(groups: Sequence[Sequence[AttentionCell]], device_type: str) -> None:
+def check_runnable(groups: Sequence[Sequence[attention_call.AttentionCell]], device_type: str) -> None:
     """Raises InputError where none of the cells runs here, as the first of them says."""
     from stepscope.core.attention_support import find_fault, runnable
     from stepscope.training.attention import fault_of_device, implementation
@@ -164,12 +143,12 @@ def check_runnable(groups: Sequence[Sequence[AttentionCell]], device_type: str) 
 
 
 def measure_grid(
-    groups: Sequence[Sequence[AttentionCell]],
+    groups: Sequence[Sequence[attention_call.AttentionCell]],
     *,
     device: str,
     seconds: float,
     steps: int | None,
-    launches: Launches,
+    launches: attention_call.Launches,
     budget_s: float | None,
     workers: int,
     preset: str = "",
@@ -177,8 +156,8 @@ def measure_grid(
     functions: dict[Attention, Any] | None = None,
     every_shape: bool = False,
     tell: Tell = lambda _: None,
-    on_rows: Callable[[AttentionTimings], None] = lambda _: None,
-) -> tuple[AttentionTimings, bool]:
+    on_rows: Callable[[attention_call.AttentionTimings], None] = lambda _: None,
+) -> tuple[attention_call.AttentionTimings, bool]:
     """Timings of every group, measured in one process, and whether Ctrl-C ended it; on_rows gets them after each group.
 
     functions: measured in place of the implementations of these names. workers: processes that compile ahead, 0 none.
@@ -192,7 +171,7 @@ def measure_grid(
 
     began_s = time.monotonic()
     on = resolve_device(device)
-    timings = AttentionTimings(
+    timings = attention_call.AttentionTimings(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         environment=read_environment(on),
         seconds=seconds,
@@ -200,11 +179,11 @@ def measure_grid(
         preset=preset,
     )
     deadline_s = began_s + (float("inf") if budget_s is None else budget_s)
-    smallest: dict[tuple[int, str], AttentionShape] = {}
+    smallest: dict[tuple[int, str], attention_call.AttentionShape] = {}
     for group in groups:
         smallest.setdefault((group[0].shape.head_dim, group[0].dtype), group[0].shape)
 
-    def gate_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
+    def gate_shapes(cell: attention_call.AttentionCell) -> tuple[attention_call.AttentionShape, ...]:
         if every_shape:
             return (*odd_shapes(cell), *judged_shape(cell.shape, on))
         judged = judged_shape(smallest[cell.shape.head_dim, cell.dtype], on)
@@ -235,10 +214,10 @@ def measure_grid(
     needed_s = kept_s / 2 or _CEILING_S * len(dtypes)
     if ceilings and dtypes and not ended and deadline_s - time.monotonic() > needed_s:
         try:
-            reached: dict[Dtype, float] = {PRODUCTS[dtype]: 0.0 for dtype in dtypes}
+            reached: dict[Dtype, float] = {attention_call.PRODUCTS[dtype]: 0.0 for dtype in dtypes}
             for row in timings.timings:
                 if row.both:
-                    product = PRODUCTS[row.cell.dtype]
+                    product = attention_call.PRODUCTS[row.cell.dtype]
                     reached[product] = max(reached[product], flops_per_s(row) or 0.0)
             rates = ceilings_for(
                 on, list(reached), lambda what: tell(Stage(name="ceiling", detail=what)), reached=reached
@@ -254,8 +233,8 @@ def measure_grid(
 
 
 def _compile_ahead(
-    groups: Sequence[Sequence[AttentionCell]],
-    gate_shapes: Callable[[AttentionCell], tuple[AttentionShape, ...]],
+    groups: Sequence[Sequence[attention_call.AttentionCell]],
+    gate_shapes: Callable[[attention_call.AttentionCell], tuple[attention_call.AttentionShape, ...]],
     device: str,
     workers: int,
     deadline_s: float,
@@ -305,8 +284,8 @@ def time_attentions(
     *,
     seq_len: tuple[int, ...] | None,
     batch_size: BatchSize,
-    dtype: Dtypes,
-    attention: Attentions,
+    dtype: attention_gate.Dtypes,
+    attention: attention_gate.Attentions,
     compile: Compile,
     head_dim: HeadDim,
     heads: Heads,
@@ -320,7 +299,7 @@ def time_attentions(
     budget: Budget,
     workers: int | None,
     keep_digests: bool,
-    from_: Annotated[tuple[Path, ...], FIGURES] = (),
+    from_: Annotated[tuple[Path, ...], attention_gate.FIGURES] = (),
     figures: Path | None,
 ) -> Answer | Result:
     """Attention by each implementation: right or wrong, time, memory and TFLOP/s by sequence length and head_dim."""
@@ -343,15 +322,18 @@ def time_attentions(
         heads=usual.heads if heads is None else heads,
         key_heads=kv_heads,
         causal=usual.causal if causal is None else causal,
-        compiles=[errors.choose(name, CALL_COMPILES, "compile") for name in dict.fromkeys(compile or usual.compiles)],
+        compiles=[
+            errors.choose(name, attention_call.CALL_COMPILES, "compile")
+            for name in dict.fromkeys(compile or usual.compiles)
+        ],
     )
     check_runnable(groups, on.type)
     hidden = usual.launches if launches is None else errors.choose(launches, LAUNCHES, "launches")
-    check_place(figures)
+    attention_gate.check_place(figures)
 
-    def keep(timings: AttentionTimings) -> None:
+    def keep(timings: attention_call.AttentionTimings) -> None:
         if figures is not None:
-            write_atomically(encode_timings(timings), figures)
+            write_atomically(attention_call.encode_timings(timings), figures)
 
     with interrupts.keeping():
         timings, interrupted = measure_grid(
@@ -361,7 +343,7 @@ def time_attentions(
             steps=steps,
             launches=hidden,
             budget_s=budget,
-            workers=usual_workers(on.type) if workers is None else workers,
+            workers=attention_gate.usual_workers(on.type) if workers is None else workers,
             preset=preset or "",
             tell=tell,
             on_rows=keep,
@@ -403,11 +385,11 @@ def _stored(places: tuple[Path, ...], keep_digests: bool) -> Answer | Result:
         case "attention-timings":
             from stepscope.questions.attention_answer import answer_attention
 
-            return answer_attention(decode_timings(data, str(place)))
+            return answer_attention(attention_call.decode_timings(data, str(place)))
         case "attention-gate":
             if useless := [flag for flag in ("--save", "--only") if flag in GIVEN.get()]:
                 raise errors.InputError(f"{', '.join(useless)} says nothing with the gate's matrix: leave it out")
-            return result_of(decode_matrix(data, str(place)))
+            return attention_gate.result_of(attention_gate.decode_matrix(data, str(place)))
         case _:
             return read_answer(place, "attention")
 

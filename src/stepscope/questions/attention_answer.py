@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import Any
 
 from stepscope.core.answer import (
     Answer,
@@ -26,7 +27,6 @@ from stepscope.core.attention_call import (
     AttentionCell,
     AttentionTiming,
     AttentionTimings,
-    SavedByFormula,
     call_flops,
     saved_by_formula,
 )
@@ -174,10 +174,6 @@ class AttentionStudy:
     timings: AttentionTimings
     curves: tuple[Curve, ...]
 
-    @property
-    def device_type(self) -> str:
-        return self.timings.environment.device_type
-
     @cached_property
     def mixed(self) -> bool:
         """Whether calls differ in batch, heads or mask too, as those of a benchmark do: then nothing is a curve."""
@@ -223,8 +219,12 @@ class AttentionStudy:
                     kept.append(contest)
         return kept
 
-    def saved_by_formula(self, row: AttentionTiming) -> SavedByFormula | None:
-        return saved_by_formula(row.cell, self.device_type)
+    def grouped(self, field: str) -> list[tuple[str, Any, list[Curve]]]:
+        """Curves of one dtype and one `line` or `head_dim`."""
+        groups: dict[tuple[str, Any], list[Curve]] = {}
+        for curve in self.curves:
+            groups.setdefault((curve.dtype, getattr(curve, field)), []).append(curve)
+        return [(*key, curves) for key, curves in groups.items()]
 
     def share(self, row: AttentionTiming) -> float | None:
         """FLOP/s of forward and backward over the ceiling's."""
@@ -317,7 +317,7 @@ def _gate(study: AttentionStudy) -> Iterator[Finding]:
 
 def _memory_runs_out(study: AttentionStudy) -> Iterator[Finding]:
     """For each line the shortest sequence that did not fit, and the longest that did with the same head_dim."""
-    for dtype, line, curves in _by_line(study):
+    for dtype, line, curves in study.grouped("line"):
         fell = [(at, curve) for curve in curves if (at := curve.out_of_memory_at) is not None]
         if not fell:
             continue
@@ -436,7 +436,7 @@ def _powers(study: AttentionStudy) -> Iterator[Finding]:
         for what, figure in (("Memory before backward", "before backward"), ("Time", "time")):
             parts: list[str] = []
             evidence: dict[str, float | int | str | None] = {}
-            for of_dtype, line, curves in _by_line(study):
+            for of_dtype, line, curves in study.grouped("line"):
                 powers = [slope.power for curve in curves if (slope := curve.slopes[figure])]
                 if of_dtype == dtype and powers:
                     parts.append(f"{_span(powers)} ({line})")
@@ -459,7 +459,7 @@ def _formula(study: AttentionStudy) -> Iterator[Finding]:
     off: list[tuple[float, AttentionTiming]] = []
     for curve in study.curves:
         for row in curve.rows:
-            formula = study.saved_by_formula(row)
+            formula = saved_by_formula(row.cell, study.timings.environment.device_type)
             if row.memory is not None and formula is not None:
                 difference = abs(row.memory.saved_bytes - formula.bytes)
                 off.append((difference / formula.bytes if formula.bytes else float(difference > 0), row))
@@ -522,14 +522,6 @@ def _unfinished(study: AttentionStudy) -> Iterator[Finding]:
             f"In {counted(len(failed), 'cell')} it failed: {failed[0].cell} {failed[0].reason}.",
             {"cells": len(failed)},
         )
-
-
-def _by_line(study: AttentionStudy) -> list[tuple[str, str, list[Curve]]]:
-    """Curves of one dtype and implementation, over head_dims."""
-    groups: dict[tuple[str, str], list[Curve]] = {}
-    for curve in study.curves:
-        groups.setdefault((curve.dtype, curve.line), []).append(curve)
-    return [(*key, curves) for key, curves in groups.items()]
 
 
 BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMPILED_SEEDS, MISSING = (
@@ -618,7 +610,7 @@ def _by_sequence(
     told = {curve.line for curve in study.curves for row in curve.rows if row.outcome not in _NOTHING}
     lines = [line for line in dict.fromkeys(curve.line for curve in study.curves) if line in told]
     rows: list[tuple[Cell, ...]] = []
-    for dtype, head_dim, curves in _groups(study):
+    for dtype, head_dim, curves in study.grouped("head_dim"):
         for length in sorted({row.cell.shape.queries for curve in curves for row in curve.rows}):
             figures: list[Cell] = []
             unsure: list[str] = []
@@ -643,14 +635,6 @@ def _figure_or_word(row: AttentionTiming | None, figure: Callable[[AttentionTimi
     if row is None:
         return None
     return figure(row) if both_s(row) is not None else _WORDS.get(row.outcome, row.outcome)
-
-
-def _groups(study: AttentionStudy) -> list[tuple[str, int, list[Curve]]]:
-    """Curves of one dtype and head_dim, over implementations."""
-    groups: dict[tuple[str, int], list[Curve]] = {}
-    for curve in study.curves:
-        groups.setdefault((curve.dtype, curve.head_dim), []).append(curve)
-    return [(*key, curves) for key, curves in groups.items()]
 
 
 def _compiled(study: AttentionStudy) -> Table:
@@ -698,7 +682,7 @@ def _saved(study: AttentionStudy) -> Table:
         for row in curve.rows:
             if row.memory is None:
                 continue
-            formula = study.saved_by_formula(row)
+            formula = saved_by_formula(row.cell, study.timings.environment.device_type)
             measured = row.memory.saved_bytes
             off = (measured / formula.bytes - 1) * 100 if formula and formula.bytes else None
             rows.append(
@@ -763,7 +747,7 @@ def _missing(study: AttentionStudy) -> Table:
 def _panels(study: AttentionStudy) -> tuple[Panel, ...]:
     """Time and memory over the sequence, for each dtype and head_dim; a line's name carries its powers."""
     panels: list[Panel] = []
-    for dtype, head_dim, curves in _groups(study):
+    for dtype, head_dim, curves in study.grouped("head_dim"):
         sets = _told_apart([curve for curve in curves if curve.measured])
         for i, together in enumerate(sets):
             part = f", {i + 1} of {len(sets)}" if len(sets) > 1 else ""

@@ -15,25 +15,7 @@ from stepscope.core.parts import attention_names, choose_name
 from stepscope.core.range_names import OPTIMIZER, PHASES, STEP
 from stepscope.core.units import format_bytes, format_milliseconds, format_share
 from stepscope.engine.request import TraceRequest
-from stepscope.questions.comparison import (
-    Compared,
-    ComparedRun,
-    Comparison,
-    Pair,
-    Sizes,
-    StepOptions,
-    bars_of,
-    cells_of,
-    compare_runs,
-    compared_answer,
-    compared_cells,
-    finished_answer,
-    missing_cells,
-    replaced_runs,
-    stored_runs,
-    times_as_fast,
-    unlike_environments,
-)
+from stepscope.questions import comparison
 from stepscope.questions.question import Cells, Question, Result, read_answer
 from stepscope.runs.metrics import median_s, memory_of, peak_bytes
 
@@ -53,7 +35,7 @@ OUTSIDE_FAMILIES = ("optimizer", "normalisation", "embedding/gather", "random", 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepCell(ComparedRun):
+class StepCell(comparison.ComparedRun):
     """A training step with one attention."""
 
     FIELD = "attention"
@@ -96,7 +78,7 @@ class StepCell(ComparedRun):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepPair(Pair[StepCell]):
+class StepPair(comparison.Pair[StepCell]):
     """Two steps that differ in their attention alone."""
 
     @property
@@ -157,12 +139,12 @@ class StepGroup:
         return ""
 
 
-StepStudy = Comparison[StepCell, StepPair]
+StepStudy = comparison.Comparison[StepCell, StepPair]
 
 
 def compare_steps(cells: Iterable[StepCell]) -> tuple[StepStudy, list[StepGroup]]:
     """The steps in the order of measuring, and the groups of those with a time, `reference` first in each."""
-    study = compare_runs(cells, StepPair, order=lambda cell: (cell.run.instant, cell.run.id))
+    study = comparison.compare_runs(cells, StepPair, order=lambda cell: (cell.run.instant, cell.run.id))
     return study, [StepGroup(cells=group) for group in study.groups]
 
 
@@ -189,8 +171,8 @@ def steps_findings(study: StepStudy, groups: Sequence[StepGroup], unread: int) -
     for picked, names in picks.items():
         yield note("picked", f"auto is {picked} in {', '.join(names)}.", {"cells": len(names)})
     yield from chain(_alone(groups), _doubts(groups))
-    yield from unlike_environments([pair for group in groups for pair in group.pairs])
-    yield from replaced_runs(study)
+    yield from comparison.unlike_environments([pair for group in groups for pair in group.pairs])
+    yield from comparison.replaced_runs(study)
     for cell in study.unmeasured:
         if cell.run.status == "out-of-memory":
             yield note("out of memory", f"{cell.label} ran out of memory.")
@@ -228,7 +210,7 @@ def _step(group: StepGroup, pair: StepPair) -> Iterator[Finding]:
         named += f"; no attention runs in the {OUTSIDE_PHASE}, so that much is noise"
     yield note(
         "faster" if ratio.value > 1 else "slower",
-        f"{cell.name}: with {cell.value} the step is {times_as_fast(ratio)} as with {base.value}, "
+        f"{cell.name}: with {cell.value} the step is {comparison.times_as_fast(ratio)} as with {base.value}, "
         f"{format_milliseconds(base_s)} to {format_milliseconds(step_s)} ms{named}.",
         evidence,
     )
@@ -373,14 +355,14 @@ def answer_steps(cells: Iterable[StepCell], *, unread: int = 0) -> Answer:
     if not groups:
         why = "".join(f": {cell.label} {cell.why_missing}" for cell in study.unmeasured[:1])
         raise InputError(f"no step was measured{why}")
-    left_out = missing_cells(MISSING, StepCell.FIELD, study.unmeasured)
-    return compared_answer(
+    left_out = comparison.missing_cells(MISSING, StepCell.FIELD, study.unmeasured)
+    return comparison.compared_answer(
         study,
         groups[0].base,
         study="attention",
         question="What does a whole training step gain by another attention, and where: phases, kernels, memory?",
         tables=(_times(groups), _memory(groups), _families(groups), _moved(groups), left_out),
-        panels=bars_of(study, STEP),
+        panels=comparison.bars_of(study, STEP),
         findings=steps_findings(study, groups, unread),
     )
 
@@ -465,8 +447,8 @@ def _moved(groups: Sequence[StepGroup]) -> Table:
 # A whole training step of a model with each attention: which sizes, and which attentions.
 
 
-ON_GPU = Sizes(models=("tiny",), dtypes=("bf16",), seq_len=1024, batch_size=4)
-ON_CPU = Sizes(models=("tiny",), dtypes=("fp32",), seq_len=64, batch_size=1)
+ON_GPU = comparison.Sizes(models=("tiny",), dtypes=("bf16",), seq_len=1024, batch_size=4)
+ON_CPU = comparison.Sizes(models=("tiny",), dtypes=("fp32",), seq_len=64, batch_size=1)
 
 
 def usual_attentions(device_type: str) -> tuple[str, ...]:
@@ -474,17 +456,17 @@ def usual_attentions(device_type: str) -> tuple[str, ...]:
     return ("reference", "sdpa") if device_type == "cpu" else ("reference", "sdpa-cudnn", "flash")
 
 
-def compare_attentions(*, options: StepOptions, attention: tuple[str, ...] | None) -> Result | Cells:
+def compare_attentions(*, options: comparison.StepOptions, attention: tuple[str, ...] | None) -> Result | Cells:
     """A whole training step with each attention in it: time, memory, and where the difference comes from."""
     if options.from_:
         refuse_beside("--from", "--keep-digests")
-        if file := finished_answer(options.from_):
+        if file := comparison.finished_answer(options.from_):
             refuse_beside("--from")
             return Result(answer=read_answer(file, "attention"))
         return Result(answer=answer_stored(options.from_, options.keep_digests))
-    compared = Compared(study="attention-step", cell=StepCell, answer=answer_steps, options=options)
+    compared = comparison.Compared(study="attention-step", cell=StepCell, answer=answer_steps, options=options)
     attentions = attention or usual_attentions(options.device_type)
-    cells = compared_cells(
+    cells = comparison.compared_cells(
         attention=[choose_name(name, attention_names(), "attention") for name in attentions],
         **options.sizes(options.usual(ON_CPU, ON_GPU)),
     )
@@ -494,12 +476,12 @@ def compare_attentions(*, options: StepOptions, attention: tuple[str, ...] | Non
 
 def answer_stored(places: Sequence[Path], keep_digests: bool) -> Answer:
     """The answer from folders of runs. keep_digests: whether what their captures say is written beside them."""
-    runs = [(run, directory) for run, directory in stored_runs(places) if run.workload.phase != "forward"]
+    runs = [(run, directory) for run, directory in comparison.stored_runs(places) if run.workload.phase != "forward"]
     if not runs:
         files = [file for place in places for file in sorted(place.glob("*.json"))]
         remedy = f"give one of its files, as in {files[0]}" if files else "give one that this study filled"
         raise InputError(f"no run of a training step in {', '.join(map(str, places))}: {remedy}")
-    cells, unread = cells_of(StepCell, runs, keep_digests)
+    cells, unread = comparison.cells_of(StepCell, runs, keep_digests)
     return answer_steps(cells, unread=unread)
 
 

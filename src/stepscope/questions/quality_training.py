@@ -27,33 +27,15 @@ from stepscope.core.errors import DeviceError, InputError, choose, one_line
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.questions.quality_answer import (
-    FinalLoss,
-    Kind,
-    RunJudged,
-    RunsJudged,
-    departure,
-    not_finite_from,
-    reach_of,
-    smoothed,
-    starts_apart,
-    window_of,
-)
+from stepscope.questions import quality_answer
 from stepscope.questions.scaling import DynamicLossScaler
 from stepscope.questions.steps import elements_of, factory_workload, in_fp32, step_of, trained_parameters
 from stepscope.recording.compilation import reset_compilation
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import drive
+from stepscope.training import training_step
 from stepscope.training.half_optimizers import AdamWBf16Parameters, Keeping
 from stepscope.training.scaled_products import plain_products, scale_products
-from stepscope.training.training_step import (
-    AssembledStep,
-    Batch,
-    ForwardLoss,
-    check_choices,
-    check_supported,
-    textbook_parts,
-)
 from stepscope.training.transformer import Transformer
 from stepscope.training.user_module.module_step import ModuleStep
 from stepscope.training.user_module.user_code import moved, user_errors
@@ -242,7 +224,7 @@ def train(
     if scaled := PRECISIONS[variant.dtype].scaled:
         scale_products(tuple(model.blocks), scaled, variant.dtype)
     data = batches(size, text.train, device, seed)
-    forward = ForwardLoss(model)
+    forward = training_step.ForwardLoss(model)
 
     def loss(step: int) -> Tensor:
         with torch.autocast(device.type, dtype=variant.autocast, enabled=variant.autocast is not None):
@@ -352,7 +334,7 @@ def adamw(parameters: Sequence[Tensor], variant: Variant, device: torch.device) 
 def held_out_loss(model: Transformer, text: BundledText, seq_len: int) -> float:
     """The mean loss over the held-out text in sequences of seq_len predictions; a rest at its end is not counted."""
     held_out = torch.frombuffer(bytearray(text.held_out), dtype=torch.uint8).to(next(model.parameters()).device)
-    forward = ForwardLoss(model)
+    forward = training_step.ForwardLoss(model)
     count = len(held_out) // (seq_len + 1)
     sequences = held_out[: count * (seq_len + 1)].view(count, seq_len + 1)
     total = sum(
@@ -381,7 +363,7 @@ class PlannedRun:
     """The whole step that it trains by, in place of a variant's; the variant then says nothing."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> quality_answer.Kind:
         if self.step is not None:
             return "whole steps"
         return "parameters in fp32" if self.variant.keeping is None else "parameters in bf16"
@@ -468,36 +450,36 @@ def run_in_turn(
 
 
 def judged_runs(
-    runs: Mapping[str, Trained], planned: Sequence[PlannedRun], steps: int, final: FinalLoss, bar: float, *,
-    same_starts: bool = False,
-) -> RunsJudged:  # fmt: skip
+    runs: Mapping[str, Trained], planned: Sequence[PlannedRun], steps: int, final: quality_answer.FinalLoss, bar: float,
+    *, same_starts: bool = False,
+) -> quality_answer.RunsJudged:  # fmt: skip
     """Judge each run beside fp32, the first, by what other starts change."""
-    window, reach = window_of(steps), reach_of(steps)
+    window, reach = quality_answer.window_of(steps), quality_answer.reach_of(steps)
     there = [each for each in planned if each.name in runs]
-    curves = {each.name: smoothed(runs[each.name].losses, window) for each in there}
+    curves = {each.name: quality_answer.smoothed(runs[each.name].losses, window) for each in there}
     started = [curves[each.name] for each in there if each.name == REFERENCE or each.of_starts]
-    whole = all(len(curve) == steps and not_finite_from(curve) is None for curve in started)
-    apart = starts_apart(started, reach) if whole and len(started) > 1 else None
-    found: list[RunJudged] = []
+    whole = all(len(curve) == steps and quality_answer.not_finite_from(curve) is None for curve in started)
+    apart = quality_answer.starts_apart(started, reach) if whole and len(started) > 1 else None
+    found: list[quality_answer.RunJudged] = []
     for each in there:
         run, departs = runs[each.name], None
         if apart is not None and each.name != REFERENCE and not each.of_starts:
-            departs = departure(run.losses, curves[REFERENCE], apart, window=window, reach=reach)
+            departs = quality_answer.departure(run.losses, curves[REFERENCE], apart, window=window, reach=reach)
         found.append(
-            RunJudged(
+            quality_answer.RunJudged(
                 name=each.name,
                 of_starts=each.of_starts,
                 kind=each.kind,
                 losses=curves[each.name],
                 final_loss=run.final_loss,
                 departs=departs,
-                not_finite_from=not_finite_from(run.losses),
+                not_finite_from=quality_answer.not_finite_from(run.losses),
                 skipped_steps=run.skipped_steps,
                 zero_gradients=run.zero_gradients,
                 swallowed=run.swallowed,
             )
         )
-    return RunsJudged(
+    return quality_answer.RunsJudged(
         reference=found[0], others=tuple(found[1:]), apart=apart, steps=steps, window=window, reach=reach,
         seed=planned[0].start_seed, final=final, bar=bar, same_starts=same_starts,
     )  # fmt: skip
@@ -530,13 +512,13 @@ def whole_steps(
         if fixed:
             raise InputError(f"--against has {', '.join(fixed)}, which every run of this study shares: leave it out")
         step = msgspec.structs.replace(base, **change)
-        check_supported(step, device)
+        training_step.check_supported(step, device)
         name = f"step {' '.join(step.words(*FIXED))}"
         found[name] = PlannedRun(name=name, variant=VARIANTS[REFERENCE], start_seed=seed, step=step)
     return list(found.values())
 
 
-class _Given(Sequence[Batch]):
+class _Given(Sequence[training_step.Batch]):
     """The batches of all steps, each made when it is asked for."""
 
     def __init__(self, data: Batches) -> None:
@@ -545,7 +527,7 @@ class _Given(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._data.places)
 
-    def __getitem__(self, index: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]  (no slices)
+    def __getitem__(self, index: int) -> training_step.Batch:  # pyright: ignore[reportIncompatibleMethodOverride]  (no slices)
         return self._data.at(index + 1)
 
 
@@ -558,7 +540,9 @@ def train_whole_step(
     if workload.compile != "eager":
         reset_compilation()
     with own_randomness(device), matmul_precision(workload.dtype):
-        step = AssembledStep(textbook_parts(workload, device, start.state_dict(), given), workload, device)
+        step = training_step.AssembledStep(
+            training_step.textbook_parts(workload, device, start.state_dict(), given), workload, device
+        )
         step.keep_losses()
         torch.manual_seed(seed)
         trained = Trained(skipped_steps=0 if step.scaler.is_enabled() else None)
@@ -573,7 +557,7 @@ def train_whole_step(
     return trained
 
 
-def _taken(step: AssembledStep, size: TrainingSize, trained: Trained) -> Callable[[int], Tensor]:
+def _taken(step: training_step.AssembledStep, size: TrainingSize, trained: Trained) -> Callable[[int], Tensor]:
     """Take a step, counted from 1, at its learning rate; its loss before the update."""
     optimizer = step.optimizer
     assert optimizer is not None
@@ -620,7 +604,7 @@ class Subject:
 
     def check(self, name: str, variant: Variant) -> None:
         """Raise InputError for a variant that cannot run here, or of this module."""
-        check_choices(msgspec.structs.replace(self.workload, dtype=variant.dtype), self.device)
+        training_step.check_choices(msgspec.structs.replace(self.workload, dtype=variant.dtype), self.device)
         if variant.keeping not in (None, "nearest") and self.optimizer is not None:
             raise InputError(
                 f"the parameters of {name} are kept by an AdamW of stepscope's, and the factory gives an optimizer of "

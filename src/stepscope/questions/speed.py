@@ -15,6 +15,7 @@ from stepscope.core.workloads import DTYPES
 from stepscope.engine.request import TraceRequest
 from stepscope.engine.sweep_plan import Cell as SweepCell
 from stepscope.questions import comparison
+from stepscope.questions.answers import quoted
 from stepscope.questions.comparison import Compared, ComparedRun, Comparison, Pair, Sizes, StepOptions, listed, within
 from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs.metrics import launch_bound_share, median_s, memory_of
@@ -71,9 +72,9 @@ class Amdahl:
     other: Parts
     product_share: float
     """p: the share of fp32's time, gaps included, that lies in products."""
-    products: float | None
+    products_speed_up: float | None
     """s_p: how many times as fast the products are."""
-    rest: float | None
+    rest_speed_up: float | None
     """s_o: how many times as fast all other kernels are."""
     kernels: float | None
     """How many times as fast all kernels together are: the speed-up of the step if it had no gaps."""
@@ -105,8 +106,8 @@ def amdahl(base: Parts, other: Parts) -> Amdahl:
         base=base,
         other=other,
         product_share=base.products_s / base.total_s,
-        products=speed_up(base.products_s, other.products_s),
-        rest=speed_up(base.rest_s, other.rest_s),
+        products_speed_up=speed_up(base.products_s, other.products_s),
+        rest_speed_up=speed_up(base.rest_s, other.rest_s),
         kernels=speed_up(base.kernels_s, other.kernels_s),
         whole=speed_up(base.total_s, other.total_s),
         by_products_alone=base.total_s / (base.total_s - base.products_s + other.products_s),
@@ -320,8 +321,12 @@ def _bounds(study: SpeedStudy) -> Iterator[Finding]:
 
 def _law_in_words(pair: SpeedPair, law: Amdahl) -> str:
     peaks = f" (the datasheet's peaks: {pair.peaks_ratio:.1f})" if pair.peaks_ratio else ""
-    others = f", the other kernels {law.rest:.2f} times" if law.rest else ""
-    products = f"which run {law.products:.2f} times as fast{peaks}" if law.products else "which take no time in it"
+    others = f", the other kernels {law.rest_speed_up:.2f} times" if law.rest_speed_up else ""
+    products = (
+        f"which run {law.products_speed_up:.2f} times as fast{peaks}"
+        if law.products_speed_up
+        else "which take no time in it"
+    )
     gains = [(law.products_gain_s, "in products"), (law.rest_gain_s, "in other kernels")]
     left = [(law.other.products_s, "products"), (law.other.rest_s, "other kernels")]
     if law.between_gain_s is not None and law.other.between_s is not None:
@@ -340,18 +345,8 @@ def _law_in_words(pair: SpeedPair, law: Amdahl) -> str:
 
 
 def _law_evidence(law: Amdahl | None) -> dict[str, float | int | str | None]:
-    if law is None:
-        return {}
-    return {
-        "product_share": law.product_share,
-        "products_speed_up": law.products,
-        "rest_speed_up": law.rest,
-        "products_gain_s": law.products_gain_s,
-        "rest_gain_s": law.rest_gain_s,
-        "between_gain_s": law.between_gain_s,
-        "by_products_alone": law.by_products_alone,
-        "limit": law.limit,
-    }
+    names = "product_share products_speed_up rest_speed_up products_gain_s rest_gain_s between_gain_s by_products_alone"
+    return {} if law is None else quoted(law, *names.split(), "limit")
 
 
 def _doubts(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[Finding]:
@@ -470,8 +465,8 @@ def _law(study: SpeedStudy) -> Table:
             "cell": pair.other.name,
             "dtype": pair.other.value,
             "fp32 in products %": percent(law.product_share),
-            "products x": digits(law.products),
-            "others x": digits(law.rest),
+            "products x": digits(law.products_speed_up),
+            "others x": digits(law.rest_speed_up),
             "won in products ms": milliseconds(law.products_gain_s),
             "in others ms": milliseconds(law.rest_gain_s),
             "where no kernel ran ms": milliseconds(law.between_gain_s),

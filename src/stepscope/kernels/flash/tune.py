@@ -21,7 +21,7 @@ from triton.errors import TritonError
 
 from stepscope.core.errors import InputError
 from stepscope.core.run import Settings
-from stepscope.kernels.flash import tuning_cache
+from stepscope.kernels.flash import launch, tuning_cache
 from stepscope.kernels.flash.attention import check_inputs
 from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
@@ -35,14 +35,6 @@ from stepscope.kernels.flash.configuration import (
     default_forward,
     hopper_columns,
     tiles,
-)
-from stepscope.kernels.flash.launch import (
-    Backward,
-    hopper_takes,
-    launch_forward,
-    run_backward,
-    statistics_for,
-    sums_for,
 )
 from stepscope.kernels.flash.tuning_cache import Choice, device_name, keep
 from stepscope.recording.leads import median_call_s
@@ -375,22 +367,22 @@ class OnDevice:
         return Trial(ms=median_call_s(run, self.q.device, _TIMED) * 1e3, of_allowed=worst)
 
     def _forward(self, configuration: ForwardConfiguration) -> Callable[[], object]:
-        if configuration.hopper is not None and not hopper_takes(self.q, self.k, self.v, self.out, window=None):
+        if configuration.hopper is not None and not launch.hopper_takes(self.q, self.k, self.v, self.out, window=None):
             raise _not_taken(configuration)
-        return lambda: launch_forward(
+        return lambda: launch.launch_forward(
             self.q, self.k, self.v, self.results["out"], self.logsumexp, causal=self.causal, scale=self.scale,
             window=None, precision=self.precision, configuration=configuration,
         )  # fmt: skip
 
     def _backward(self, candidate: BackwardConfiguration | Part) -> tuple[Callable[[], object], tuple[str, ...]]:
-        statistics, sums = statistics_for(self.q), None
+        statistics, sums = launch.statistics_for(self.q), None
         if isinstance(candidate, BackwardConfiguration) and candidate.hopper is not None:
-            sums = sums_for(
+            sums = launch.sums_for(
                 candidate, statistics, self.q, self.k, self.v, self.gradient, causal=self.causal, window=None
             )
             if sums is None:
                 raise _not_taken(candidate)
-        backward = Backward(
+        backward = launch.Backward(
             self.gradient, self.q, self.k, self.v, self.out, self.saved_logsumexp,
             self.results["dq"], self.results["dk"], self.results["dv"], statistics,
             causal=self.causal, scale=self.scale, window=None, precision=self.precision, tma=candidate.tma,
@@ -398,7 +390,7 @@ class OnDevice:
             sums=sums,
         )  # fmt: skip
         if isinstance(candidate, BackwardConfiguration):
-            return lambda: run_backward(backward, candidate), ("dq", "dk", "dv")
+            return lambda: launch.run_backward(backward, candidate), ("dq", "dk", "dv")
         backward.split()
         if candidate.kernel == "queries":
             return lambda: backward.over_queries(candidate.tiles, prepare=True), ("dq",)
@@ -438,7 +430,8 @@ def tune(
         measure = measure or OnDevice(q, k, v, causal=causal, problem=problem)
         choice = search(
             problem, measure, batch_heads=q.shape[0] * q.shape[1], seconds=seconds, tell=tell,
-            hopper=hopper_takes(q, k, v, window=None), deterministic=torch.are_deterministic_algorithms_enabled(),
+            hopper=launch.hopper_takes(q, k, v, window=None),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
     if choice.forward_ms is not None or choice.backward_ms is not None:
         keep(device_name(q.device), choice)

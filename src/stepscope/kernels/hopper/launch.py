@@ -7,19 +7,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from stepscope.kernels import launching
 from stepscope.kernels.flash.configuration import HOPPER_BLOCK_N, HopperBackward, HopperForward, hopper_columns
 from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
 from stepscope.kernels.hopper.forward import hopper_forward
-from stepscope.kernels.launching import (
-    LOG2E,
-    SMALLEST_SCALE,
-    Launcher,
-    Sharing,
-    described_strides,
-    heads_together,
-    shared_tiles,
-    tiles_of,
-)
 
 BLOCK_M = 64
 """Queries per tile of the backward kernel."""
@@ -54,7 +45,7 @@ def _is_hopper(device: torch.device) -> bool:
 def _described(tensor: Tensor, rows: int) -> TensorDescriptor:
     block = [1, 1, rows, _columns(tensor)]
     layout = _swizzled(block, gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16)
-    return TensorDescriptor(tensor, list(tensor.shape), described_strides(tensor), block, layout)
+    return TensorDescriptor(tensor, list(tensor.shape), launching.described_strides(tensor), block, layout)
 
 
 def _columns(tensor: Tensor) -> int:
@@ -75,21 +66,21 @@ def _together(rows: int, tensor: Tensor, batch_heads: int, causal: bool) -> int:
     Under a causal mask tiles differ in work. If the heavy ones of many heads come first, the light ones fill the gaps
     at the end. Without a mask the tiles of one head follow one another. docs/results/flash-ideas.md has the times.
     """
-    return heads_together(rows, _columns(tensor), batch_heads, numbers=_NUMBERS_TOGETHER) if causal else 1
+    return launching.heads_together(rows, _columns(tensor), batch_heads, numbers=_NUMBERS_TOGETHER) if causal else 1
 
 
 def launch_hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
-    *, causal: bool, scale: float, configuration: HopperForward, launcher: Launcher,
+    *, causal: bool, scale: float, configuration: HopperForward, launcher: launching.Launcher,
 ) -> object:  # fmt: skip
     """Fill `out` (B, H, S, D) and `logsumexp` ((B, H, S) fp32, contiguous). No window, no negative scale."""
     batches, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     chosen = configuration
     return launcher(
-        hopper_forward, (tiles_of(queries, 64 * chosen.consumers) * batches * heads,),
+        hopper_forward, (launching.tiles_of(queries, 64 * chosen.consumers) * batches * heads,),
         _described(q, 64), _described(k, chosen.block_n), _described(v, chosen.block_n), _described(out, 64),
-        logsumexp, max(scale * LOG2E.value, SMALLEST_SCALE),
+        logsumexp, max(scale * launching.LOG2E.value, launching.SMALLEST_SCALE),
         heads, queries, keys, _together(keys, k, batches * heads, causal),
         heads // kv_heads, chosen.block_n, chosen.stages, chosen.consumers,
         causal, causal or keys % chosen.block_n == 0,
@@ -104,12 +95,14 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def sharing_of(q: Tensor, k: Tensor, *, causal: bool, configuration: HopperBackward) -> Sharing:
+def sharing_of(q: Tensor, k: Tensor, *, causal: bool, configuration: HopperBackward) -> launching.Sharing:
     """How the programs of a backward pass share tiles of keys: only without a mask, with which tiles differ."""
-    tiles = tiles_of(k.shape[2], BLOCK_N) * k.shape[0] * k.shape[1]
+    tiles = launching.tiles_of(k.shape[2], BLOCK_N) * k.shape[0] * k.shape[1]
     if causal or not configuration.share:
-        return Sharing(tiles, 0, 1)
-    return shared_tiles(tiles, tiles_of(q.shape[2], BLOCK_M) * (q.shape[1] // k.shape[1]), _multiprocessors(q.device))
+        return launching.Sharing(tiles, 0, 1)
+    return launching.shared_tiles(
+        tiles, launching.tiles_of(q.shape[2], BLOCK_M) * (q.shape[1] // k.shape[1]), _multiprocessors(q.device)
+    )
 
 
 def sums_for(q: Tensor, k: Tensor, statistics: Tensor, *, causal: bool, configuration: HopperBackward) -> Tensor:
@@ -125,7 +118,7 @@ def sums_for(q: Tensor, k: Tensor, statistics: Tensor, *, causal: bool, configur
 
 def launch_hopper_gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor, sums: Tensor,
-    *, causal: bool, scale: float, configuration: HopperBackward, launcher: Launcher,
+    *, causal: bool, scale: float, configuration: HopperBackward, launcher: launching.Launcher,
 ) -> object:  # fmt: skip
     """Fill dk and dv, and add dQ / scale to the sums. The statistics are padded to a multiple of BLOCK_N."""
     sharing = sharing_of(q, k, causal=causal, configuration=configuration)
@@ -142,7 +135,7 @@ def launch_hopper_gradients(
         dk, dv, sums, *dk.stride()[:3], *dv.stride()[:3],
         batches, kv_heads, queries, keys, rows, padded, _together(queries, q, batches * kv_heads, causal),
         sharing.whole, sharing.parts,
-        scale, scale * LOG2E.value, heads // kv_heads,
+        scale, scale * launching.LOG2E.value, heads // kv_heads,
         causal, keys % BLOCK_N == 0, configuration.v_in_registers, STAGES, head_dim,
         configuration.spread and not causal, sharing.shared > 0, configuration.ahead,
         num_warps=4, maxnreg=_BACKWARD_REGISTERS,

@@ -31,15 +31,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
 from stepscope.core.parts import loss_chunk_rows
+from stepscope.kernels import operators
 from stepscope.kernels.launching import check_place, interpreted, launch_at, power_of_two, tiles_of, warps_for, wide
-from stepscope.kernels.operators import (
-    autocast_dtype,
-    check_part,
-    check_targets,
-    define,
-    refuse_second_derivative,
-    watched,
-)
 
 _NAME = "loss fused"
 _LARGEST_BLOCK = 8192
@@ -109,7 +102,7 @@ def _forward(
     rows, vocabulary = x.shape[0], weight.shape[0]
     summed = torch.promote_types(x.dtype, torch.float32)
     if not targets.is_cuda:
-        check_targets(targets, vocabulary, ignore_index)
+        operators.check_targets(targets, vocabulary, ignore_index)
     targets = targets.contiguous()
     losses = torch.zeros(rows, dtype=summed, device=x.device)
     dx = torch.empty(x.shape if of_x else (0,), dtype=x.dtype, device=x.device)
@@ -177,13 +170,13 @@ def _fake_backward(gradient: Tensor, count: Tensor, summed: Tensor, divisor: flo
     return torch.empty(summed.shape, dtype=dtype, device=summed.device)
 
 
-define(
+operators.define(
     "linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor targets, int ignore_index, float z_loss, bool of_x,"
     " bool of_weight) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
-define(
+operators.define(
     "linear_cross_entropy_backward(Tensor gradient, Tensor count, Tensor summed, float divisor, ScalarType dtype)"
     " -> Tensor",
     _backward,
@@ -205,7 +198,7 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, options: tuple[int, float], made: tuple[bool, bool]
     ) -> Tensor:
-        run = torch.ops.stepscope.linear_cross_entropy_forward if watched(x, weight, targets) else _forward
+        run = torch.ops.stepscope.linear_cross_entropy_forward if operators.watched(x, weight, targets) else _forward
         loss, count, dx, dweight = run(x, weight, targets, *options, *made)
         ctx.save_for_backward(count, dx, dweight)
         ctx.made, ctx.dtype = made, weight.dtype
@@ -213,9 +206,9 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(_NAME)
+        operators.refuse_second_derivative(_NAME)
         count, dx, dweight = ctx.saved_tensors
-        run = torch.ops.stepscope.linear_cross_entropy_backward if watched(gradients[0], dx) else _backward
+        run = torch.ops.stepscope.linear_cross_entropy_backward if operators.watched(gradients[0], dx) else _backward
         of_x, of_weight = ctx.made
         divisor = _factor(dx.dtype)
         return (
@@ -231,7 +224,7 @@ def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, z_loss: float = 0.0
 ) -> Tensor:
     """The mean cross-entropy of softmax(x weight^T) with the targets, those of `ignore_index` left out."""
-    check_part("loss", x, weight)
+    operators.check_part("loss", x, weight)
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
         raise InputError(
             f"{_NAME} takes x (..., M), a weight (V, M) and targets (...), not {tuple(x.shape)}, "
@@ -239,7 +232,7 @@ def linear_cross_entropy(
         )
     if targets.dtype not in (torch.int64, torch.int32) or weight.shape[0] == 0:
         raise InputError(f"{_NAME} takes targets of int64 or int32 and a vocabulary, not {targets.dtype}")
-    x = x.to(autocast_dtype(x))
+    x = x.to(operators.autocast_dtype(x))
     rows = x.reshape(-1, x.shape[-1])
     # Whether gradients are needed is decided here: inside the Function nothing is recorded.
     recorded = torch.is_grad_enabled()
