@@ -136,8 +136,7 @@ def _backward(
     dtype: torch.dtype,
     branch_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x in its dtype, of the branch where that has another one, and of the weight."""
-    dx, dbranch, dweight = _fake_backward(dy, dtotal, x, weight, roots, dtype, branch_dtype)
+    dx, dbranch, dweight = _gradients_of(x, weight, dtype, branch_dtype)
     if not x.numel():
         return dx, dbranch, dweight.zero_()
     values, gradients = _rows(x), _rows(dy)
@@ -162,21 +161,13 @@ def _backward(
     return dx, dbranch, dweight
 
 
-def _fake_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    roots: Tensor,
-    dtype: torch.dtype,
-    branch_dtype: torch.dtype | None,
+def _gradients_of(
+    x: Tensor, weight: Tensor, dtype: torch.dtype, branch_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """What backward fills: the gradients of x in its dtype, of the branch where that has another one, of the weight."""
     apart = branch_dtype is not None and branch_dtype != dtype
-    return (
-        torch.empty(x.shape, dtype=dtype, device=x.device),
-        torch.empty(x.shape if apart else (0,), dtype=branch_dtype or dtype, device=x.device),
-        torch.empty_like(weight),
-    )
+    dbranch = torch.empty(x.shape if apart else (0,), dtype=branch_dtype or dtype, device=x.device)
+    return torch.empty(x.shape, dtype=dtype, device=x.device), dbranch, torch.empty_like(weight)
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
@@ -193,7 +184,7 @@ define(
     "rms_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor roots, ScalarType dtype,"
     " ScalarType? branch_dtype) -> (Tensor, Tensor, Tensor)",
     _backward,
-    _fake_backward,
+    lambda _dy, _dtotal, x, weight, _roots, *dtypes: _gradients_of(x, weight, *dtypes),
 )
 
 
