@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from stepscope.app.verbs.replace_parts import replace_parts
 from stepscope.core.errors import GateFailure, InputError
 from stepscope.core.model_config import configure
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel
@@ -39,6 +41,9 @@ def whole_tiles(q, k, v, is_causal=False):
 
 def norm(x, weight, eps):
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+def double(x, weight, eps):
+    return 2 * norm(x, weight, eps)
 
 class Norm(torch.nn.Module):
     def __init__(self, width, eps=1e-3):
@@ -224,6 +229,26 @@ def test_heads_that_share_keys_and_a_scale_of_the_users():
     total, normal = part_function("norm", workload(norm="mine.py:Norm").norm)(v, v, torch.ones(8), 1e-5)
     assert torch.equal(total, v + v)
     assert torch.allclose(normal, F.rms_norm(v + v, (8,), eps=1e-5), atol=1e-6)
+
+
+def test_a_users_functions_in_a_model_that_is_not_ours():
+    class RMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(12)), 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+    model, x = nn.Sequential(RMSNorm(), nn.Linear(12, 12), RMSNorm()), torch.randn(3, 12)
+    before = model(x)
+    replaced = replace_parts(model, norm="mine.py:norm")
+    assert [(each.modules, each.type) for each in replaced.replaced] == [(2, "RMSNorm")]
+    assert torch.allclose(model(x), before, atol=1e-6)
+    replaced.restore()
+    with pytest.raises(GateFailure, match=r"norm mine.py:double@.* is wrong, .*d_model 12.*result 0 is off by 1"):
+        replace_parts(model, norm="mine.py:double")
+    assert torch.equal(model(x), before)
 
 
 def test_a_run_of_a_users_attention_from_end_to_end():

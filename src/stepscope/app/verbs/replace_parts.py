@@ -28,14 +28,15 @@ def replace_parts(
         replaced.restore()      # the model's own code again
 
     kernels: compiled, fused, liger or quack (norm and loss alone), for all parts or by part; norm, mlp and loss say it
-    of one. A module is held against its replacement first, forward and backward, on random numbers, and of those that
-    are alike one for all; what differs is left, and a warning says what was asked for and not done. Move the model to
-    its device and dtype before. Parameters and the keys of the state dict stay the same.
+    of one, also by a function of your own, as in norm="mine.py:fn". A module is held against its replacement first,
+    forward and backward, on random numbers, and of those that are alike one for all; what differs is left, and a
+    warning says what was asked for and not done. Move the model to its device and dtype before. Parameters and the keys
+    of the state dict stay the same.
     The loss is that of a causal language model of Hugging Face's, which gets labels: in training it then returns its
     loss alone, without logits.
 
     Raises InputError where the kernels do not run on the model's device, and where the model has no module of what was
-    asked for.
+    asked for; GateFailure where a function of your own is wrong.
     """
     by_part = {part: name for part, name in (("norm", norm), ("mlp", mlp), ("loss", loss)) if name is not None}
     chosen = (named_kernels(kernels) if kernels is not None else {}) | named_kernels(by_part)

@@ -38,6 +38,7 @@ from stepscope.core.parts import (
     PartFound,
     TensorDtype,
     check_parts,
+    is_users,
 )
 from stepscope.kernels.operators import transformed_by_func
 from stepscope.training.attention.inputs import TORCH_DTYPES
@@ -46,11 +47,13 @@ from stepscope.training.parts.gate import (
     CALL_ERRORS,
     SEED,
     Frozen,
+    PartCase,
     Trial,
     Unlike,
     autocast_or_not,
     gradients_of,
     hold,
+    require_users_part,
     trials_of_one_tensor,
     ways_of,
 )
@@ -373,6 +376,8 @@ _ABSENT: dict[Part, str] = {
     "loss": "no causal language model of transformers with a head of one product",
 }
 """What a model has not, where it has no module of a part."""
+_ROWS = 64
+"""Rows of a call on which a user's function is judged, before a module is held against it."""
 _HOMES = ("_parameters", "_buffers", "_modules")
 """Where a module keeps its tensors and the modules in it."""
 
@@ -575,6 +580,10 @@ def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way])
     fault = PARTS[part][name].fault(weight.device.type, _NAMES[weight.dtype], weight.shape[-1])
     if fault is not None:
         return Unlike(f"{name} {fault}")
+    if is_users(name):
+        width = _shape(getattr(module, ways[0].names[0]))[0] if part == "mlp" else weight.shape[-1]
+        sizes = {"norm": (_ROWS, width, 0), "mlp": (_ROWS, width)}.get(part, (_ROWS, *weight.shape[::-1]))
+        require_users_part(name, PartCase(part, sizes), _NAMES[weight.dtype], weight.device)
     nearest: Unlike | None = None
     for way in ways:
         replacement = _class_of(original, part, name, way)
