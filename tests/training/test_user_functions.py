@@ -263,3 +263,7 @@ def test_a_run_of_a_users_attention_from_end_to_end():
     assert wrong.returncode == 1
     assert wrong.stderr.count("\n") == 1 and "so that no time of it is shown" in wrong.stderr
     assert not Path("wrong").exists() or not [*Path("wrong").iterdir()]
+    swept = stepscope("sweep", "--model", "tiny", "--layers", "1", "--seq-len", "32", "--steps", "1", "--no-profile",
+                      "--attention", "mine.py:in_tiles,sdpa", "--runs", "swept")  # fmt: skip
+    assert swept.returncode == 1, swept.stderr
+    assert "1 of 2 cells measured, 1 failed" in swept.stdout + swept.stderr

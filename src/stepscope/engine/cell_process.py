@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from stepscope.core import interrupts
-from stepscope.core.errors import EXIT_WRONG_INPUT, InputError, StepscopeError, one_line
+from stepscope.core.errors import EXIT_WRONG_INPUT, GateFailure, InputError, StepscopeError, one_line
 from stepscope.core.evidence import ProcessStart
 from stepscope.core.interrupts import end_with_stdin, leave
 from stepscope.engine.request import StepRequest
@@ -34,6 +34,8 @@ class CellEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Sent last: the run lies in its directory."""
     error: str | None = None
     """The request cannot be measured as given."""
+    wrong: bool = False
+    """Whether the error is that an implementation computes something else than it should."""
     error_for_all: bool = False
     """The error does not depend on the cell: no other cell can be measured either."""
     log_matters: bool = False
@@ -382,8 +384,10 @@ def main(start: ProcessStart = "exec") -> int:
             lambda directory: _send(events, CellEvent(directory=str(directory))),
         )
     except StepscopeError as error:
-        lost = not isinstance(error, InputError)
-        _send(events, CellEvent(error=one_line(error, limit=1000), error_for_all=lost, log_matters=lost))
+        wrong = isinstance(error, GateFailure)
+        lost = not wrong and not isinstance(error, InputError)
+        line = one_line(error, limit=1000)
+        _send(events, CellEvent(error=line, wrong=wrong, error_for_all=lost, log_matters=lost))
         return error.exit_code
     _send(events, CellEvent(finished=True))
     return 0

@@ -172,6 +172,8 @@ EXIT_GRACE_S = 20.0
 LOG_FILE = "log.txt"
 REFUSED = "refused"
 """What a failure says for a stage where a cell cannot run as asked."""
+WRONG = "wrong"
+"""What it says where an implementation computes something else than it should."""
 
 
 def record(request: StepRequest, directory: Path | None, status: Status, failure: Failure, log: str = "") -> Run:
@@ -200,7 +202,7 @@ def record(request: StepRequest, directory: Path | None, status: Status, failure
 
 def leaves_nothing(run: Run) -> bool:
     """Whether this run is not kept: a user's own code was refused, so the same command tries it again."""
-    return run.failure is not None and run.failure.during == REFUSED and run.workload.factory != ""
+    return run.failure is not None and run.failure.during in (REFUSED, WRONG) and run.workload.factory != ""
 
 
 def _run_in(directory: Path | None) -> Run | None:
@@ -307,7 +309,7 @@ class MeasuredCell:
                 sys.stderr.write(process.log)
             if self._error.error_for_all:
                 raise InputError(self._error.error)
-            return self._ended("failed", self._error.error, during=REFUSED)
+            return self._ended("failed", self._error.error, during=WRONG if self._error.wrong else REFUSED)
         code = process.code
         if code is None:
             return self._ended("killed", "the process could not be killed", process.log)

@@ -23,7 +23,7 @@ from stepscope.allocations.prediction.layouts import memory_of_ranks
 from stepscope.core import interrupts
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.environment import refuse_several
-from stepscope.core.errors import InputError
+from stepscope.core.errors import GateFailure, InputError
 from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.layout import layout_of
 from stepscope.core.run import REPEATED, Failure, Run, Status
@@ -33,7 +33,7 @@ from stepscope.core.workloads import TextbookWorkload, Workload
 from stepscope.engine.cell_process import CellProcess, kill_marked
 from stepscope.engine.cluster import Cluster, terms_of
 from stepscope.engine.forks import Forks
-from stepscope.engine.measured_cell import REFUSED, DevicePlace, Place, PlaceLost, record
+from stepscope.engine.measured_cell import REFUSED, WRONG, DevicePlace, Place, PlaceLost, record
 from stepscope.engine.request import Stage, StepRequest
 from stepscope.engine.sweep_plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, TellSweep
 from stepscope.recording.nvml import smallest_gpu
@@ -248,9 +248,9 @@ class _Sweep:
                 except PlaceLost as lost:
                     await self._measure_elsewhere(cell, request, lost)
                     return
-                if self._policy.refuses and run.failure is not None and run.failure.during == REFUSED:
+                if self._policy.refuses and run.failure is not None and run.failure.during in (REFUSED, WRONG):
                     shutil.rmtree(self._out / run.id, ignore_errors=True)
-                    raise InputError(run.failure.message)
+                    raise (GateFailure if run.failure.during == WRONG else InputError)(run.failure.message)
                 cell.seconds = time.monotonic() - start
                 memory_bytes = run.environment.memory_bytes if run.environment is not None else memory_bytes
             await self._end(cell, run)

@@ -29,7 +29,7 @@ from stepscope.core.samples import Interval
 from stepscope.core.study_results import Tried, Verdict, kept_fits
 from stepscope.core.units import format_bytes
 from stepscope.core.workloads import Workload, by_sizes
-from stepscope.engine.measured_cell import REFUSED
+from stepscope.engine.measured_cell import REFUSED, WRONG
 from stepscope.engine.sweep import Series, fits, is_foretold, memory_of, needed_bytes, run_sweep
 from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan, SweepState, TellSweep, order_cells, repeated
 from stepscope.questions.tuning_curves import STEPS, TRAININGS
@@ -369,7 +369,7 @@ def _gravest(run: Run) -> str:
 
 
 def _without_result(run: Run, runs: tuple[Run, ...]) -> Tried:
-    refused = run.failure is not None and run.failure.during == REFUSED
+    refused = run.failure is not None and run.failure.during in (REFUSED, WRONG)
     verdict: Verdict = "refused" if refused else "does not fit" if run.status == "out-of-memory" else "failed"
     return _tried(verdict, runs, why=run.failure.message if run.failure is not None else run.status)
 

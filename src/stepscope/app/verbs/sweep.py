@@ -9,6 +9,7 @@ import msgspec
 from stepscope.app.cli.output import Presentation, exit_code_of, sweep_progress
 from stepscope.core.answer import Answer
 from stepscope.core.errors import (
+    EXIT_CHECK_FAILED,
     EXIT_DEVICE_FAILED,
     EXIT_INTERRUPTED,
     EXIT_WRONG_INPUT,
@@ -204,11 +205,14 @@ def report_runs(runs: list[Run], answer: Answer, shown: Presentation) -> None:
 
 
 def sweep_exit_code(runs: list[Run]) -> int:
-    """3 when a cell crashed, hung or was killed; 2 when the device refuses cells as asked for; 1 when a check failed.
+    """3 when a cell crashed, hung or was killed; 2 when the device refuses cells as asked for; 1 when a check
+    failed, or a user's function is wrong.
 
     Out of memory is a result like others.
     """
     broken = [run.failure.during for run in runs if run.status in ("failed", "killed", "timed-out") and run.failure]
     if broken:
-        return EXIT_WRONG_INPUT if set(broken) == {"refused"} else EXIT_DEVICE_FAILED
+        if not set(broken) <= {"refused", "wrong"}:
+            return EXIT_DEVICE_FAILED
+        return EXIT_CHECK_FAILED if "wrong" in broken else EXIT_WRONG_INPUT
     return exit_code_of(finding for run in runs for finding in run.findings)
