@@ -88,8 +88,9 @@ OPTIONS = (
     Option(f"How several ranks share a step. Options follow the name, as in fsdp2:reshard=no: {option_words()}.",
            PARALLEL, "parallel", str, choices=(NOT_PARALLEL, *STRATEGIES), verbs=_SHARED),
     Option("Processes that share a step, a device each.", PARALLEL, "ranks", int, verbs=_SHARED),
-    Option("", WORKLOAD, "attention", str, choices=attention_names()),
-    *(Option(f"How {what} is computed.", WORKLOAD, part, str, choices=tuple(PARTS[part]), verbs=_PARTS)
+    Option("Also path/file.py:function.", WORKLOAD, "attention", str, choices=attention_names()),
+    *(Option(f"How {what} is computed, also by path/file.py:function.", WORKLOAD, part, str,
+             choices=tuple(PARTS[part]), verbs=_PARTS)
       for part, what in PART_WORDS.items()),
     Option("How norm, rope, mlp and loss are computed, where they are not said; of your own model norm, mlp and loss. "
            "quack has no mlp.", WORKLOAD, "kernels", str, choices=KERNELS, verbs=(*_PARTS, "study parallel")),

@@ -225,7 +225,9 @@ def _allowances(reports: Sequence[GateReport]) -> list[str]:
     return lines
 
 
-Attentions = Annotated[tuple[str, ...] | None, Option("", WORKLOAD, choices=tuple(ATTENTIONS))]
+Attentions = Annotated[
+    tuple[str, ...] | None, Option("Also path/file.py:function.", WORKLOAD, choices=tuple(ATTENTIONS))
+]
 Dtypes = Annotated[tuple[str, ...] | None, Option("", WORKLOAD, choices=("fp32", "bf16", "fp16"))]
 FIGURES = Option("A file that --figures or --json wrote: nothing is measured.", STORED, metavar="FILE")
 EveryShape = Annotated[bool, Option("Every length with every head_dim: 58 shapes, not 16; on a GPU 64, not 22.", CALLS)]
