@@ -6,6 +6,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1] / "src"), str(HERE)]  # the API of this clone, whatever is installed
 
+from sphinx.errors import PycodeError  # noqa: E402
+from sphinx.pycode import ModuleAnalyzer  # noqa: E402
+
 from stepscope import __version__  # noqa: E402
 
 project = "stepscope"
@@ -31,6 +34,9 @@ myst_heading_anchors = 6
 myst_links_external_new_tab = True
 
 autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # for the callbacks: imported, they take seconds
+for name in (*autodoc_mock_imports, "accelerate.tracking", "lightning.pytorch"):
+    # Else autodoc imports them after all, for the source of a callback's base.
+    ModuleAnalyzer.cache["module", name] = PycodeError(f"{name} is mocked")
 autodoc_default_options = {"undoc-members": True, "exclude-members": "__init__"}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
