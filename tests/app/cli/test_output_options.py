@@ -59,6 +59,8 @@ VALUES: dict[str, Callable[[Path], tuple[str, ...]]] = {
     "--figures": lambda folder: ("--figures", str(folder / "figures.json")),
     "--output": lambda folder: ("--output", str(folder / "page.html")),
     "--plots": lambda folder: ("--plots", str(folder / "plots")),
+    "--log": lambda folder: (),  # tests/engine/test_trackers.py gives it, where its libraries are
+    "--metrics": lambda folder: ("--metrics", str(folder / "run.prom")),
     "--patch": lambda folder: ("--patch",),
     "--to": lambda folder: ("--patch", "--to", str(folder / "some.diff")),
     "--plots-as": lambda folder: ("--plots-as", "svg"),
@@ -146,7 +148,7 @@ INPUTS: dict[str, list[Callable[[Path], tuple[str, ...]]]] = {
 }
 """What verbs are given that cost little. Studies show a finished answer; a sweep measures once, and `run` does not."""
 
-MEASURED = {"study warmup", "study allocator"}
+MEASURED = {"study warmup", "study allocator", "watch"}
 """Verbs that measure in any case: their answers go through what the others use, and their own tests run them."""
 
 
