@@ -126,13 +126,13 @@ def picture(arguments: argparse.Namespace) -> None:
         phone = {"width": 390, "height": 844}
         pictures = (
             ("report-run", LOOP, {"width": 1200, "height": 1300}, "light", ""),
-            ("report-phone", ROOT / "results" / "h200" / "plain", phone, "dark", ""),
+            ("report-phone", Path("results/h200/plain"), phone, "dark", ""),
             ("report-index", all_runs(folder, arguments.runs), {"width": 1200, "height": 1120}, "light", _COMPARED),
         )
         for out, source, size, scheme, action in pictures:
             html = folder / f"{out}.html"
-            command = [sys.executable, "-m", "stepscope", "report", str(source), "-o", str(html)]
-            subprocess.run([*command, *(["--runs", str(source)] if action else [])], check=True, capture_output=True)
+            command = [sys.executable, "-m", "stepscope", "report", "runs" if action else str(source), "-o", str(html)]
+            subprocess.run(command, check=True, capture_output=True, cwd=folder if action else ROOT)
             page = browser.new_page(viewport=size, color_scheme=scheme, reduced_motion="reduce")
             page.goto(html.as_uri())
             if action:

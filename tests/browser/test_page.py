@@ -2,6 +2,7 @@
 run brought along."""
 
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from stepscope.rendering.pages.html import render_page
 from stepscope.rendering.pages.index import page_of_index
 from stepscope.rendering.pages.named import page_named
 from stepscope.runs.index import list_runs
+from tests.command import stepscope
 from tests.conftest import at_length
 from tests.rendering.page.test_render import HOSTILE, hostile_page
 
@@ -170,7 +172,8 @@ def test_the_index_sorts_filters_pages_and_compares_by_keyboard(browser: "Browse
             for one in comparison.locator("tr", has_text="step ms").locator("td").all_inner_texts()
         ]
         assert float(ratio.split()[0]) == pytest.approx(steps[1] / steps[0], rel=5e-3)
-        assert "stepscope compare 2026" in comparison.inner_text()
+        judged = stepscope(*shlex.split(comparison.locator("code").inner_text())[1:])
+        assert judged.returncode == 0, judged.stderr
         page.get_by_role("button", name="Clear").press("Enter")
         assert not comparison.is_visible()
 

@@ -43,6 +43,8 @@ class RunIndex(msgspec.Struct, frozen=True, kw_only=True):
         "id", "cell", "created", "instant", "status", "step", "low", "high", "tokens", "samples", "mfu", "peak",
         "doubts", "tag", "trend", "place",
     )  # fmt: skip
+    place: str
+    """Their folder, as a shell takes it; empty where no command is to be shown."""
     figures: dict[str, list[float | int | str | None]]
     """Columns of all runs: `cell` is a place in names, devices and fields, `trend` in histories, `place` in one of
     these. Times are in milliseconds, memory in GiB, shares in %."""

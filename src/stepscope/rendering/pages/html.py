@@ -491,7 +491,7 @@ def redacted(page: Page, given: Iterable[str] = ()) -> Page:
     if index is not None:  # tags and commits stand alone here, without a word for them before
         without = {**index.figures, "tag": [""] * len(index.figures["id"])}
         fields = {name: values for name, values in index.fields.items() if name != "commit"}
-        index = msgspec.structs.replace(index, figures=without, fields=fields)
+        index = msgspec.structs.replace(index, place="", figures=without, fields=fields)
     return msgspec.structs.replace(cleaned, figures=figures, index=index, reproduce=(), shown_by=())
 
 

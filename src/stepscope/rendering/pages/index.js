@@ -102,7 +102,10 @@
     const met = others.map((i) => overlap(base, i)), unsure = met.filter((one) => one !== false).length;
     const word = others.length === 1 ? (unsure ? "The intervals of the steps meet, or one has none: these two runs do not tell them apart." : "The intervals of the steps do not meet.")
       : `The interval of the step meets the base's, or there is none, in ${unsure} of ${others.length}.`;
-    const sides = others.length === 1 ? [element("pre", { tabindex: "0" }, element("code", {}, `stepscope compare ${at.id[base]} ${at.id[others[0]]}`))] : [];
+    // Fields that no workload has, but its run, are none that compare pairs by.
+    const across = [...new Set(fields.filter((name) => !["warmup", "torch", "commit", "ranks"].includes(name)).map((name) => name === "memory_limit" ? "device" : name))];
+    const options = `${across.length ? ` --across ${across.join(",")}` : ""}${data.place === "runs" ? "" : ` --runs ${data.place}`}`;
+    const sides = others.length === 1 && data.place ? [element("pre", { tabindex: "0" }, element("code", {}, `stepscope compare ${at.id[base]} ${at.id[others[0]]}${options}`))] : [];
     $("comparison").replaceChildren(element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Picked runs, compared" }, element("table", {}, element("thead", {}, head), element("tbody", {}, ...inside))),
       element("p", {}, `${word} Each interval is of one process, and another may differ by more: stepscope compare judges.`), ...sides);
   }

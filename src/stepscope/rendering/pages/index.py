@@ -58,7 +58,7 @@ def page_of_index(place: Path) -> Page:
                 note="in a workload's history" if changed else "in any workload's history",
             ),
         ),
-        index=_rows(runs, trends),
+        index=_rows(runs, trends, place),
         sections=tuple(_sections(listing)),
         shown_by=(
             f"stepscope ls {shlex.quote(str(place))}",
@@ -67,7 +67,7 @@ def page_of_index(place: Path) -> Page:
     )
 
 
-def _rows(runs: list[Run], trends: list[Trend]) -> RunIndex:
+def _rows(runs: list[Run], trends: list[Trend], place_of_all: Path) -> RunIndex:
     """Every run as columns of figures, newest first; what recurs stands once."""
     columns: dict[str, list[float | int | str | None]] = {name: [] for name in RunIndex.columns_of_figures}
     cells: dict[tuple[int, ...], int] = {}
@@ -113,6 +113,7 @@ def _rows(runs: list[Run], trends: list[Trend]) -> RunIndex:
     commits = [(run.environment.code[0] or "")[:10] if run.environment else "" for run in seen]
     varying = {name: values for name, values in {**fields, "commit": commits}.items() if len(set(values)) > 1}
     return RunIndex(
+        place=shlex.quote(str(place_of_all)),
         figures=columns,
         names=[printable(cell_name(run.workload, run.settings)) for run in seen],
         devices=[printable(run.environment.limited_device) if run.environment else "" for run in seen],
