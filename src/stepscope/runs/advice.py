@@ -329,13 +329,12 @@ class Script:
         blocks = [
             (body, i)
             for node in ast.walk(found.source.tree)
-            for body in (getattr(node, "body", None), getattr(node, "orelse", None))
+            for body in (getattr(node, "body", None), getattr(node, "orelse", None), getattr(node, "finalbody", None))
             if isinstance(body, list)
             for i, each in enumerate(body)
             if isinstance(each, ast.stmt) and any(inside is found.call for inside in ast.walk(each))
         ]
-        body, at = max(blocks, key=lambda block: block[0][block[1]].lineno)
-        return body, at
+        return max(blocks, key=lambda block: block[0][block[1]].lineno)
 
 
 # What a remedy gives.
