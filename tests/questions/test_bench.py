@@ -157,6 +157,9 @@ def test_functions_are_found_by_how_they_are_spelled(mine: Path):
     ):  # fmt: skip
         with pytest.raises(InputError, match=said):
             load_function(spelled, "bench")
+    assert names_of(("a.py:flash", "torch.softmax", "flash")) == {
+        "a.py:flash": "a.py:flash", "softmax": "torch.softmax", "flash": "flash",
+    }  # fmt: skip
     assert names_of(("a.py:f", "b.py:f", "torch.softmax")) == {
         "f": "a.py:f",
         "b.py:f": "b.py:f",

@@ -82,6 +82,8 @@ def names_of(spelled: Sequence[str]) -> dict[str, str]:
         if one in short.values():
             raise InputError(f"{one} is named twice: a function beside itself says nothing")
         name = one.replace(":", ".").rpartition(".")[2]
+        if one == name and name in short:  # `flash` of stepscope beside `mine.py:flash`, which keeps its whole name
+            short = {spelling if key == name else key: spelling for key, spelling in short.items()}
         short[one if name in short else name] = one
     return short
 
