@@ -22,11 +22,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import ViewportSize, sync_playwright
 
 import many_runs
 from kineto_tiles import tile_kineto
@@ -123,17 +123,17 @@ def picture(arguments: argparse.Namespace) -> None:
     with sync_playwright() as driver, tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        phone = {"width": 390, "height": 844}
-        pictures = (
-            ("report-run", LOOP, {"width": 1200, "height": 1300}, "light", ""),
-            ("report-phone", Path("results/h200/plain"), phone, "dark", ""),
-            ("report-index", all_runs(folder, arguments.runs), {"width": 1200, "height": 1120}, "light", _COMPARED),
+        pictures: tuple[tuple[str, Path, tuple[int, int], Literal["light", "dark"], str], ...] = (
+            ("report-run", LOOP, (1200, 1300), "light", ""),
+            ("report-phone", Path("results/h200/plain"), (390, 844), "dark", ""),
+            ("report-index", all_runs(folder, arguments.runs), (1200, 1120), "light", _COMPARED),
         )
         for out, source, size, scheme, action in pictures:
             html = folder / f"{out}.html"
             command = [sys.executable, "-m", "stepscope", "report", "runs" if action else str(source), "-o", str(html)]
             subprocess.run(command, check=True, capture_output=True, cwd=folder if action else ROOT)
-            page = browser.new_page(viewport=size, color_scheme=scheme, reduced_motion="reduce")
+            viewport: ViewportSize = {"width": size[0], "height": size[1]}
+            page = browser.new_page(viewport=viewport, color_scheme=scheme, reduced_motion="reduce")
             page.goto(html.as_uri())
             if action:
                 page.evaluate(action)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("mine.py").write_text(WRITTEN)
 
 
-def workload(**chosen: str) -> TextbookWorkload:
+def workload(**chosen: Any) -> TextbookWorkload:
     return TextbookWorkload(model=configure("tiny", layers=1), batch_size=1, seq_len=32, **chosen)
 
 

@@ -176,7 +176,7 @@ class FunctionCalls:
                 self._drop(failure.subject, passes, failure)
         return {}
 
-    def _drop(self, name: str, passes: dict[str, CallPass], error: Exception) -> None:
+    def _drop(self, name: str, passes: dict[str, CallPass], error: BaseException) -> None:
         passes.pop(name).prepare()
         let_go(error)
         self.clean_up()

@@ -55,11 +55,12 @@ def test_each_sweep_of_a_search_tells_each_of_its_cells_once(capsys: pytest.Capt
 
 
 def test_a_race_is_labelled_with_both_of_its_steps(capsys: pytest.CaptureFixture[str]):
-    cell = Cell(workload=workload(), against=workload(attention="sdpa"))
+    first, second = workload(), workload(attention="sdpa")
+    cell = Cell(workload=first, against=second)
     with sweep_progress() as tell:
         tell(SweepState(cells=[CellState(cell=cell, state="done", run=make_run(step=[1.0]))], timeout_s=9.0))
     said = capsys.readouterr().err
-    assert f"{cell_name(cell.workload)} in turns with {cell_name(cell.against)}: step" in said
+    assert f"{cell_name(first)} in turns with {cell_name(second)}: step" in said
 
 
 @pytest.mark.long

@@ -73,11 +73,11 @@ def test_a_model_without_tokens_shows_samples_and_a_small_mfu_is_not_nothing():
 
 def test_the_index_holds_each_run_once_and_each_workloads_history(tmp_path: Path):
     times = [0.010, 0.0101, 0.0099, 0.01, 0.0102, 0.0201, 0.02, 0.0199, 0.0202, 0.0203]
+    run = make_run(mini(), forward=[0.01] * 12)
     for number, step_s in enumerate(times):
         run = make_run(mini(), forward=[step_s] * 12)
-        run = msgspec.structs.replace(
-            run, id=f"r{number}", created=f"2026-01-{number + 1:02}T00:00:00+00:00", tag="<b>"
-        )
+        created = f"2026-01-{number + 1:02}T00:00:00+00:00"
+        run = msgspec.structs.replace(run, id=f"r{number}", created=created, tag="<b>")
         (tmp_path / run.id).mkdir()
         save_run(run, tmp_path / run.id)
     lost = msgspec.structs.replace(
