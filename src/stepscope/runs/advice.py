@@ -433,9 +433,15 @@ class _Adviser:
             where, why = where or error.where, str(error)
         noise = f"; {format_share(self.noise)} either way is this measurement's own scatter"
         return Advice(
-            kind=kind, put=put, where=where, no_patch=why or ("" if edits else "it is a choice of yours"), edits=edits,
-            low=low - self.noise * (1 - low), high=min(0.99, high + self.noise * (1 - high)), how=how + noise,
-        )  # fmt: skip
+            kind=kind,
+            put=put,
+            where=where,
+            no_patch=why or ("" if edits else "it is a choice of yours"),
+            edits=edits,
+            low=low - self.noise * (1 - low),
+            high=min(0.99, high + self.noise * (1 - high)),
+            how=how + noise,
+        )
 
     # Each of the following gives the advice of one kind, where the run shows the fault.
 
@@ -479,10 +485,13 @@ class _Adviser:
             return found.where, edits
 
         yield self.make(
-            "waiting-for-data", put, place, (1 - worst_s / self.step_s, 1 - best_s / self.step_s),
+            "waiting-for-data",
+            put,
+            place,
+            (1 - worst_s / self.step_s, 1 - best_s / self.step_s),
             f"{format_share(self.share(DATA))} of the time is waiting; {wanted} workers load beside the step, which "
             f"takes the longer of the two at best; at worst as many as {max(free, 0)} run at once, a quarter slower",
-        )  # fmt: skip
+        )
 
     def pinned(self) -> Iterator[Advice]:
         finding = self.run.finding("batch-not-pinned")
@@ -529,10 +538,13 @@ class _Adviser:
         adam = {"transformers": 'optim="adamw_torch_fused"'} if name == "AdamW" else {}
         put, place = self.by_library(plain, **adam)
         yield self.make(
-            "optimizer-loops", put or f"{name}(fused=True)", place, (0.3 * share, 0.97 * share),
+            "optimizer-loops",
+            put or f"{name}(fused=True)",
+            place,
+            (0.3 * share, 0.97 * share),
             f"the update takes {format_share(share)} of the time, in {habits.optimizer_operators} operators for "
             f"{habits.optimizer_tensors} tensors; one pass reads and writes less than half as much, and is one launch",
-        )  # fmt: skip
+        )
 
     def set_to_none(self) -> Iterator[Advice]:
         if self.run.finding("gradients-zeroed") is None:
@@ -548,9 +560,12 @@ class _Adviser:
 
         high = self.share(REST) + 0.25 * self.share(BACKWARD)
         yield self.make(
-            "gradients-zeroed", "zero_grad(set_to_none=True)", place, (0.0, high),
+            "gradients-zeroed",
+            "zero_grad(set_to_none=True)",
+            place,
+            (0.0, high),
             "filling with zeros is in the rest of the step, and adding to them in backward",
-        )  # fmt: skip
+        )
 
     def products_s(self, dtype: Any) -> float | None:
         """How long the step's products take at least in this dtype, by the datasheet."""
@@ -570,25 +585,31 @@ class _Adviser:
         casts_s = 9.0 * parameters / ((spec and spec.peak_bytes_per_s) or 1e12)
         if half_s:
             put, place = self.by_library(
-                self._autocast, transformers="bf16=True", lightning='precision="bf16-mixed"',
+                self._autocast,
+                transformers="bf16=True",
+                lightning='precision="bf16-mixed"',
                 accelerate='mixed_precision="bf16"',
-            )  # fmt: skip
+            )
             if self.script.library == "torchtitan":
                 put = '[training] mixed_precision_param = "bfloat16"'
             yield self.make(
-                "products-in-fp32", put or _AUTOCAST, place,
+                "products-in-fp32",
+                put or _AUTOCAST,
+                place,
                 ((0.6 * full_s - 4 * half_s - casts_s) / step_s, computing - half_s / step_s),
                 f"products take {format_share(full_s / step_s)} of the step at least in {self.run.workload.dtype}, and "
                 f"{format_share(half_s / step_s)} at least in bf16, by the datasheet; the loss may differ in rounding",
-            )  # fmt: skip
+            )
         if tf32_s and self.run.workload.dtype == "fp32":
             put, place = self.by_library(self._matmul_precision, transformers="tf32=True")
             yield self.make(
-                "products-not-tf32", put or _TF32, place,
+                "products-not-tf32",
+                put or _TF32,
+                place,
                 ((0.6 * full_s - 4 * tf32_s) / step_s, computing - tf32_s / step_s),
                 f"products take {format_share(full_s / step_s)} of the step at least in fp32, and "
                 f"{format_share(tf32_s / step_s)} at least in TF32, by the datasheet; with bf16 it gives little more",
-            )  # fmt: skip
+            )
 
     def _autocast(self) -> tuple[str, tuple[Edit, ...]]:
         """The statements from the model's call to the line before backward, below autocast."""
@@ -598,9 +619,10 @@ class _Adviser:
         backward = self.script.only(lambda name: name == "backward", "backward")
         body, at = self.script.statement(backward)
         calls = [
-            i for i in range(at)
+            i
+            for i in range(at)
             if any(isinstance(each, ast.Call) and _last_name(each.func) == model for each in ast.walk(body[i]))
-        ]  # fmt: skip
+        ]
         if not calls:
             raise Unsure(f"{model} is not called before backward in the same block")
         self._imports_torch(backward.source)
@@ -648,10 +670,13 @@ class _Adviser:
             put = "[compile] enable = true"
         least = (self.products_s(run.workload.dtype) or 0.0) / self.step_s
         yield self.make(
-            "not-compiled", put or "MODEL.compile() before the optimizer is made", place, (0.0, computing - least),
+            "not-compiled",
+            put or "MODEL.compile() before the optimizer is made",
+            place,
+            (0.0, computing - least),
             f"forward and backward take {format_share(computing)} of the time; what is no product of matrices can be "
             "fused, how much shows only when it is tried, and compiling takes its time at the start",
-        )  # fmt: skip
+        )
 
     def _compile(self) -> tuple[str, tuple[Edit, ...]]:
         if self.script.library == "lightning":
@@ -674,9 +699,12 @@ class _Adviser:
         busy = profile.busy_s / profile.step_s if profile is not None and profile.step_s else 0.5
         put, place = self.by_library(lambda: self._later(lines), transformers="logging_nan_inf_filter=False")
         yield self.make(
-            "host-waits", put or "keep loss.detach(), and read it every 100 steps", place, (0.0, 1 - max(busy, 0.5)),
+            "host-waits",
+            put or "keep loss.detach(), and read it every 100 steps",
+            place,
+            (0.0, 1 - max(busy, 0.5)),
             "host and GPU take turns where one waits for the other; beside each other they take half as long at best",
-        )  # fmt: skip
+        )
 
     def _later(self, lines: set[str]) -> tuple[str, tuple[Edit, ...]]:
         """The reads in these lines: `.item()` that is added up or kept becomes `.detach()`."""
@@ -692,9 +720,11 @@ class _Adviser:
             statement = body[at]
             adds = isinstance(statement, ast.AugAssign) and statement.value is call.call
             appends = (
-                isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
-                and _last_name(statement.value.func) == "append" and statement.value.args == [call.call]
-            )  # fmt: skip
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Call)
+                and _last_name(statement.value.func) == "append"
+                and statement.value.args == [call.call]
+            )
             if call.name == "item" and (adds or appends):
                 edits.append(Edit(call.source.path, call.call, "detach"))
             else:
@@ -721,17 +751,25 @@ class _Adviser:
             return
         batch = found.constant("per_device_train_batch_size") or 8
         yield self.make(
-            "rest-is-large", f"TrainingArguments(per_device_train_batch_size={2 * batch})", lambda: (found.where, ()),
+            "rest-is-large",
+            f"TrainingArguments(per_device_train_batch_size={2 * batch})",
+            lambda: (found.where, ()),
             (0.0, rest / 2),
             "the rest is what Trainer itself does in each step; twice the batch has it half as often for a sample, and "
             "trains otherwise",
-        )  # fmt: skip
+        )
 
     def all(self) -> list[Advice]:
         makers = (
-            self.workers, self.pinned, self.one_launch, self.set_to_none, self.faster_products, self.compiled,
-            self.host_waits, self.logging,
-        )  # fmt: skip
+            self.workers,
+            self.pinned,
+            self.one_launch,
+            self.set_to_none,
+            self.faster_products,
+            self.compiled,
+            self.host_waits,
+            self.logging,
+        )
         return sorted((one for make in makers for one in make()), key=lambda one: -one.expected)
 
 
