@@ -33,7 +33,6 @@ from stepscope.core.run_directory import encode_run, find_run, load_run
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workloads import Compile, FactoryWorkload, Graph, Optimizer, Phase, Projections, UserModel, Workload
 from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
-from stepscope.engine.trackers import trackers_named, write_own
 from stepscope.engine.workload_options import (
     RECORDED,
     TEXTBOOK_OPTIONS,
@@ -163,7 +162,7 @@ def run(
     choices = choices_among("run", locals(), options)
     names = record.split(",") if isinstance(record, str) else record
     recorded = [choose(name.strip(), RECORDED, "record") for name in names if name.strip()]
-    trackers = trackers_named(log)
+    written = _writer(log)
     settings = settings_from(warmup, steps, seconds, not profile)
     check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)
 
@@ -194,15 +193,25 @@ def run(
     tell = tell or (lambda _: None)
     if workload.parallel != NOT_PARALLEL:
         shared = _measured_by_ranks(request, tell)
-        write_own(trackers, shared.run, shared.directory, warn)
+        written(shared.run, shared.directory)
         return shared
     with gradients_kept(model):
         found, directory = measure_step(request, tell, load=load)
-    write_own(trackers, found, directory, warn)
+    written(found, directory)
     if exit_code(found) == EXIT_INTERRUPTED:
         warn(f"interrupted; what was measured is in {directory}")
         raise KeyboardInterrupt
     return measured(found, directory)
+
+
+def _writer(log: str | Iterable[str]) -> Callable[[Run, Path], None]:
+    """What writes a run's figures into these trackers. Raises InputError for one that is not here."""
+    if not log:
+        return lambda _run, _directory: None
+    from stepscope.engine.trackers import trackers_named, write_own
+
+    trackers = trackers_named(log)
+    return lambda run, directory: write_own(trackers, run, directory, warn)
 
 
 def _measured_by_ranks(request: StepRequest, tell: Tell) -> Measured:
@@ -374,7 +383,10 @@ def exit_code(run: Run) -> int:
 
 def _hand_out(run: Run, directory: Path, log: tuple[str, ...], metrics: Path | None) -> None:
     """Write the run's figures where they were asked for."""
-    write_own(log, run, directory, warn)
+    if log:
+        from stepscope.engine.trackers import write_own
+
+        write_own(log, run, directory, warn)
     if metrics is not None:
         try:
             write_metrics(run, metrics)
