@@ -22,7 +22,7 @@ from torch import Tensor
 from stepscope.core.errors import InputError
 from stepscope.core.samples import Samples
 from stepscope.questions.bench import answer_bench, decided, verdict_of
-from stepscope.questions.bench_calls import Asked, run_bench, with_ratios
+from stepscope.questions.bench_calls import Asked, call_of, run_bench, with_ratios
 from stepscope.questions.bench_functions import (
     PRESETS,
     asked_by_functions,
@@ -32,7 +32,6 @@ from stepscope.questions.bench_functions import (
     load_function,
     names_of,
 )
-from stepscope.questions.bench_gate import call_of
 from stepscope.questions.bench_inputs import odd, parse_shape, parse_sizes, shape_words, smaller
 from stepscope.questions.bench_result import Bench, Timing, decode_bench, encode_bench
 from stepscope.recording.environment import resolve_device

@@ -12,7 +12,7 @@ from stepscope.app.verbs.stored_runs import show
 from stepscope.core.errors import InputError
 from stepscope.runs import advice as made
 from stepscope.runs.advice import Edit, Source, Unsure
-from stepscope.runs.first_lines import first_lines
+from stepscope.runs.live import first_lines
 from tests.command import stepscope
 
 SLOW = """import time

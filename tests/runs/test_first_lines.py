@@ -7,7 +7,7 @@ from stepscope.core.answer import Finding, note, warning
 from stepscope.core.formulas import Work
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
-from stepscope.runs.first_lines import first_lines, rate_words
+from stepscope.runs.live import first_lines, rate_words
 from tests.conftest import make_run
 
 

@@ -215,7 +215,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
             "and values of all, and averages gradients as ddp-bucketed does.",
         ),
         StrategyRecord(
-            name="ddp", module="ddp", is_lesson=False, moves=(2, 0), fills_buckets=True,
+            name="ddp", module="pytorch", is_lesson=False, moves=(2, 0), fills_buckets=True,
             words="PyTorch's DistributedDataParallel.",
             options=(
                 _BUCKET,
@@ -226,7 +226,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
             ),
         ),
         StrategyRecord(
-            name="fsdp2", module="fsdp2", is_lesson=False, moves=(1, 2), dtensors=True,
+            name="fsdp2", module="pytorch", is_lesson=False, moves=(1, 2), dtensors=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="PyTorch's fully_shard, block by block.",
             options=(

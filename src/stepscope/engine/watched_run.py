@@ -77,8 +77,7 @@ from stepscope.recording.watch.stages import (
 from stepscope.recording.watch.stopwatch import SOON_STEADY, Stopwatch, TimedSteps, marks_for
 from stepscope.recording.watch.watch import Stage, StepCount, Watch, watching
 from stepscope.runs.checks import check_run
-from stepscope.runs.first_lines import rate_words
-from stepscope.runs.live import LiveFigures, process_began, write_live
+from stepscope.runs.live import LiveFigures, process_began, rate_words, write_live
 from stepscope.runs.metrics import at_pace, median_s, summarise, write_metrics
 from stepscope.training.user_module.user_code import source_digest, structure_digest
 

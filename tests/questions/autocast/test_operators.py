@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepscope.questions.autocast_operators import (
+from stepscope.questions.autocast import (
     OPERATORS,
     REFUSED,
     TREATMENTS,

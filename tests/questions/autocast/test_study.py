@@ -9,10 +9,13 @@ import torch
 
 from stepscope.core.answer import Answer, Cell, decode_answer
 from stepscope.core.errors import InputError
-from stepscope.questions.autocast import CASTS, OPERATOR_TABLE, TREE, study_autocast
-from stepscope.questions.autocast_operators import (
+from stepscope.questions.autocast import (
+    CASTS,
     LOW,
+    OPERATOR_TABLE,
+    TREE,
     observe_operators,
+    study_autocast,
 )
 from tests.command import Done, stepscope
 from tests.questions.verbs import refused

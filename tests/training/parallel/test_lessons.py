@@ -100,7 +100,7 @@ def _ends(of_rank: dict[str, Any]) -> dict[str, Any]:
 
 def unused(rank: int, ranks: int) -> list[str]:
     """What PyTorch's own says of a module that no step uses, as it is and where it looks for such."""
-    from stepscope.training.parallel.strategies import ddp
+    from stepscope.training.parallel.strategies import pytorch
 
     said: list[str] = []
     for word in ("ddp", "ddp:unused=yes"):
@@ -109,7 +109,7 @@ def unused(rank: int, ranks: int) -> list[str]:
             model=module, forward=module, blocks=(), make_optimizer=None, record=strategy_named(word),
             micro_batches=lambda batch: [batch], autocast=contextlib.nullcontext,
         )  # fmt: skip
-        spread = ddp.ddp(whole, Ranks())
+        spread = pytorch.ddp(whole, Ranks())
         try:
             for _ in range(2):
                 spread.forward(torch.ones(2, 8)).sum().backward()

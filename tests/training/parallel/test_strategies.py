@@ -22,7 +22,7 @@ from stepscope.training.parallel import correctness
 from stepscope.training.parallel.collective import broadcast_from_first, trained
 from stepscope.training.parallel.correctness import check_ranks, furthest
 from stepscope.training.parallel.step import Spread, Strategy, Whole, part_of, replicated, spread_parts
-from stepscope.training.parallel.strategies import ddp_textbook, fsdp2
+from stepscope.training.parallel.strategies import ddp_textbook, pytorch
 from stepscope.training.parallel.strategies.ddp_textbook import in_buckets
 from stepscope.training.training_step import Ranks, textbook_parts
 from tests.conftest import at_length
@@ -81,7 +81,7 @@ def off_by_little(whole: Whole, ranks: Ranks) -> Spread:
 
 def off_by_some_in_bf16(whole: Whole, ranks: Ranks) -> Spread:
     """Averages right in bf16, but for one part in a hundred."""
-    right = fsdp2.fsdp2(whole, ranks)
+    right = pytorch.fsdp2(whole, ranks)
 
     def finish() -> None:
         for parameter in whole.model.parameters():
@@ -169,7 +169,7 @@ EIGHT_BITS = msgspec.structs.replace(WORKLOAD, dtype="fp8", seq_len=32, model=SM
 
 def twice(whole: Whole, ranks: Ranks) -> Spread:
     """Doubles every gradient of sharded parameters."""
-    right = fsdp2.fsdp2(dataclasses.replace(whole, record=strategy_named(IN_16)), ranks)
+    right = pytorch.fsdp2(dataclasses.replace(whole, record=strategy_named(IN_16)), ranks)
 
     def finish() -> None:
         right.finish()

@@ -216,7 +216,7 @@ class _Watching:
                 from stepscope.core.answer import Line
                 from stepscope.rendering.terminal import render_answer
                 from stepscope.runs.answer import answer_run
-                from stepscope.runs.first_lines import first_lines
+                from stepscope.runs.live import first_lines
 
                 answer = answer_run(run, str(directory))
                 lead = tuple(Line(line, "strong") for line in first_lines(run, directory))

@@ -42,7 +42,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.strategies import STRATEGIES
 from stepscope.training.parallel.collective import broadcast_from_first
 from stepscope.training.parallel.step import Spread, Whole, named_gradients
-from stepscope.training.parallel.strategies.fsdp2 import full, unreduced
+from stepscope.training.parallel.strategies.pytorch import full, unreduced
 from stepscope.training.training_step import Ranks
 from stepscope.training.transformer import CausalSelfAttention, SwiGLU, Transformer
 

@@ -1,8 +1,4 @@
-"""PyTorch's fully_shard (FSDP2): every parameter is a DTensor of which a rank keeps a shard.
-
-Each block is a unit, whose parameters are gathered before its forward and its backward, one block ahead, and let go
-after each; the last unit, of what is in no block, is the root, which keeps its own from forward to backward.
-"""
+"""PyTorch's own data parallel: DistributedDataParallel and fully_shard."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -13,10 +9,45 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from stepscope.core.errors import InputError
 from stepscope.training.parallel.collective import broadcast_from_first
-from stepscope.training.parallel.step import Spread, Whole, named_gradients
+from stepscope.training.parallel.step import Spread, Whole, named_gradients, replicated
 from stepscope.training.training_step import Ranks
+
+_WAITS = "Expected to have finished reduction"
+
+
+class _Named(DistributedDataParallel):
+    """It waits for every parameter's gradient, and says in one line that one never came."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*inputs, **kwargs)
+        except RuntimeError as error:
+            if _WAITS not in str(error):
+                raise
+            raise InputError(
+                "a parameter of the model got no gradient, and PyTorch's DistributedDataParallel waits for it: say "
+                "--parallel ddp:unused=yes, or train the parameter"
+            ) from None
+
+
+def ddp(whole: Whole, ranks: Ranks) -> Spread:
+    """Wrap the module; gradients are all-reduced while backward goes on, in buckets in the order in which it filled
+    them."""
+    chosen = whole.record.chosen
+    module = _Named(
+        whole.forward, bucket_cap_mb=float(chosen("bucket")), find_unused_parameters=chosen("unused") == "yes"
+    )
+    return replicated(whole, module, local=module.no_sync)
+
+
+# PyTorch's fully_shard (FSDP2): every parameter is a DTensor of which a rank keeps a shard.
+#
+# Each block is a unit, whose parameters are gathered before its forward and its backward, one block ahead, and let go
+# after each; the last unit, of what is in no block, is the root, which keeps its own from forward to backward.
 
 
 def fsdp2(whole: Whole, ranks: Ranks) -> Spread:
