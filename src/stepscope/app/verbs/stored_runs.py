@@ -244,6 +244,7 @@ class Advised(Shown):
     advice: "tuple[Advice, ...]"
     """By expected gain: each with `kind`, `where`, `put`, `low` and `high` as shares of a step, and `how`."""
     answer: ShownAnswer
+    """What the terminal shows, as tables and sentences."""
 
     @property
     def patch(self) -> str:
