@@ -196,8 +196,8 @@ def measure_in_turns(
         try:
             for number in range(processes):
                 for side in sides if number % 2 == 0 else reversed(sides):
-                    done = sum(map(len, turns.runs.values())) / (processes * len(sides))
-                    tell(Stage(name=f"process {number + 1} of {processes}", detail=side.title, fraction=done))
+                    done, whole = sum(map(len, turns.runs.values())), processes * len(sides)
+                    tell(Stage(name=f"process {done + 1} of {whole}", detail=side.title, fraction=done / whole))
                     turns.runs[side.name].append(
                         _one(repository, side, words, out.resolve() / side.folder, Path(caches))
                     )
