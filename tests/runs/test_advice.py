@@ -59,15 +59,19 @@ for step in range(60):
 """
 
 
-def watched(folder: Path, script: str) -> float:
-    """Watch the script in this folder; the seconds of its mean step."""
+NOISE = {"host-busy", "wide-spread", "not-steady"}
+"""Findings by which a run says that other processes took part in its times."""
+
+
+def watched(folder: Path, script: str) -> tuple[float, bool]:
+    """Watch the script in this folder; the seconds of its mean step, and whether the run doubts them."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(script)
     done = stepscope("watch", "--steps", "12:36", "--", "train.py", cwd=folder, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     run = json.loads(stepscope("show", "last", "--json", cwd=folder).stdout)
     values = run["samples"]["step"]["values_s"]
-    return sum(values) / len(values)
+    return sum(values) / len(values), not NOISE.isdisjoint(finding["kind"] for finding in run["findings"])
 
 
 def advised(folder: Path) -> dict[str, dict[str, Any]]:
@@ -86,7 +90,7 @@ def advised(folder: Path) -> dict[str, dict[str, Any]]:
 def test_a_diff_is_applied_and_gains_what_was_foretold(
     tmp_path: Path, script: str, kind: str, where: tuple[str, str], applies: list[str]
 ):
-    before_s = watched(tmp_path, script)
+    before_s, doubted = watched(tmp_path, script)
     advice = advised(tmp_path)[kind]
     assert (advice["where"], advice["put"], advice["no_patch"]) == (f"train.py{where[0]}", where[1], "")
     assert 0.1 < advice["high"] < 1
@@ -97,13 +101,14 @@ def test_a_diff_is_applied_and_gains_what_was_foretold(
     subprocess.run(applies, input=done.stdout, text=True, cwd=tmp_path, check=True, capture_output=True)
     new = (tmp_path / "train.py").read_text()
     assert new != script
-    gains = [1 - watched(tmp_path / "after", new) / before_s]
-    if not advice["low"] <= gains[0] <= advice["high"]:  # other processes may have slowed one of the two
-        gains.append(1 - watched(tmp_path / "after", new) / watched(tmp_path / "before", script))
-    assert any(advice["low"] <= gain <= advice["high"] for gain in gains), (gains, advice)
     again = stepscope("advise", "last", "--patch", cwd=tmp_path)
     assert again.returncode == 2
     assert "train.py has changed since the run" in again.stderr
+    after_s, busy = watched(tmp_path / "after", new)
+    gain = 1 - after_s / before_s
+    if not advice["low"] <= gain <= advice["high"] and (doubted or busy):
+        pytest.skip(f"the host is busy, by the runs' own findings: the gain of {gain:.2f} says nothing")
+    assert advice["low"] <= gain <= advice["high"], advice
 
 
 TRAINER = """import torch
