@@ -158,7 +158,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 _SECONDS = Path(__file__).with_name("seconds.txt")
 """How long each file of tests takes, the longest first. `STEPSCOPE_UPDATE_SECONDS=1 make tests` writes it anew."""
 _NEW_AND_SLOW_S = 10.0
-"""Of a file that is not there, and has tests marked slow."""
+"""What a file counts that `seconds.txt` does not name, and that has tests marked slow."""
 _WORTH_A_LINE_S = 1.0
 _TAKEN_S: dict[str, float] = {}
 

@@ -65,7 +65,7 @@ def test_open_metrics_are_what_prometheus_reads():
 
 
 def test_every_figure_of_a_summary_is_a_gauge():
-    """Those of GPUs and of ranks, too: a new figure needs its line."""
+    """Figures of GPUs and of ranks have one, too; whoever adds a figure adds its gauge."""
     runs, _ = load_runs([Path("results/h100-x2/parallel"), Path("results/h200/energy")])
     names = {name for run in runs for name in metrics.summarise(run)}
     assert {"power_w", "sent_bytes", "mfu_measured"} <= names

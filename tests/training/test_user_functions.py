@@ -268,3 +268,9 @@ def test_a_run_of_a_users_attention_from_end_to_end():
                       "--attention", "mine.py:in_tiles,sdpa", "--runs", "swept")  # fmt: skip
     assert swept.returncode == 1, swept.stderr
     assert "1 of 2 cells measured, 1 failed" in swept.stdout + swept.stderr
+
+
+def test_a_function_that_leaves_the_process_is_wrong_and_not_the_end():
+    Path("leaves.py").write_text("import sys\n\n\ndef norm(x, weight, eps):\n    sys.exit(0)\n")
+    with pytest.raises(GateFailure, match="SystemExit"):
+        judged(norm="leaves.py:norm")

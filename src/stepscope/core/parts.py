@@ -541,7 +541,7 @@ _PARTS: dict[Part, dict[Kernels, PartRecord]] = {
 
 _OF_USERS = PartRecord(function="", saves="what it keeps itself", repeats=False)
 PARTS: dict[Part, Records[PartRecord]] = {part: Records(ways, of_users=_OF_USERS) for part, ways in _PARTS.items()}
-"""Of each part, its implementations by name."""
+"""The implementations of each part, by name."""
 
 
 MODULE_PARTS: tuple[Part, ...] = tuple(part for part in PARTS if part not in NO_MODULES)

@@ -276,8 +276,10 @@ def variations(small: Call, odd: Call | None) -> list[tuple[str, Call]]:
 
 
 def as_view(tensor: Tensor) -> Tensor:
-    """The same numbers as a view of larger memory, which is NaN around them; of three dimensions or more with the last
-    but one outside, as heads of a projection lie."""
+    """The same numbers as a view of larger memory, which is NaN around them.
+
+    From three dimensions on, the last dimension but one lies outside, as heads of a projection do.
+    """
     if tensor.dim() < 1 or not tensor.is_floating_point():
         return tensor
     swapped = tensor.transpose(-3, -2) if tensor.dim() > 2 else tensor

@@ -85,8 +85,7 @@ class Source:
                 each
                 for each in ast.walk(self.tree)
                 if type(each) is type(edit.node)
-                and (each.lineno, each.col_offset) == (edit.node.lineno, edit.node.col_offset)  # type: ignore[attr-defined]
-                and (each.end_lineno, each.end_col_offset) == (edit.node.end_lineno, edit.node.end_col_offset)  # type: ignore[attr-defined]
+                and (self._start(each), self._end(each)) == (self._start(edit.node), self._end(edit.node))
             ),
             None,
         )

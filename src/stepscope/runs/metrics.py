@@ -415,8 +415,8 @@ def on_gpu(run: Run) -> bool:
     return run.environment is not None and run.environment.device_type != "cpu"
 
 
-# The same figures as OpenMetrics. The file is of Prometheus' older text format, too: node_exporter reads that alone,
-# and refuses a type that it does not know, and samples with a time. So all are gauges, and so is when a run began.
+# A run's figures as an OpenMetrics file, which Prometheus' older text format reads, too: node_exporter takes only that.
+# It refuses unknown types and samples with a time, so every figure is a gauge, the time of the run included.
 
 
 GAUGES = {

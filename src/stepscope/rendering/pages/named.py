@@ -163,7 +163,7 @@ def _figures(runs: Sequence[Run], done: Sequence[Run], worst: Figure) -> tuple[F
     whole = [run for run in done if FIELDS["phase"].read(run) == "train"] if len(phases) > 1 else done
     of_train = ", training" if len(phases) > 1 and whole else ""
 
-    # Of models that take no tokens, samples are what is counted.
+    # A model that takes no tokens is ranked by samples per second.
     rate, things = (metrics.tokens_per_s, "tokens") if any(map(metrics.tokens_per_s, done)) else (
         metrics.samples_per_s, "samples")  # fmt: skip
 

@@ -160,11 +160,11 @@ def _judge(
     overwrites = PARTS[case.part][name].overwrites
     try:
         found = inputs.run(called, copied=overwrites, frozen=none)
-    except Exception as error:
+        again = inputs.run(called, copied=overwrites, frozen=none)
+    except (Exception, SystemExit) as error:  # a user's function may raise anything, or leave the process
         if not is_users(name) or is_out_of_memory(error):
             raise
         return PartVerdict(name=name, case=case, dtype=dtype, passed=False, refused=True, reason=named_line(error))
-    again = inputs.run(called, copied=overwrites, frozen=none)
     same = all(torch.equal(now, before) for now, before in zip(inputs.tensors, inputs.before, strict=True))
     reason = "" if same else "it writes to its inputs"
     reason = reason or next(
