@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from stepscope.app.verbs.stored_runs import show
 from stepscope.core.errors import InputError
+from stepscope.core.run import Run
 from stepscope.runs import advice as made
 from stepscope.runs.advice import Edit, Source, Unsure
 from stepscope.runs.live import first_lines
@@ -79,6 +81,13 @@ def advised(folder: Path) -> dict[str, dict[str, Any]]:
     return {one["kind"]: one for one in json.loads(done.stdout)["advice"]}
 
 
+def scattered(run: Run) -> Run:
+    """The run with steps so far apart that the advice's interval begins below nothing, as on a busy machine."""
+    step = run.samples["step"]
+    values = tuple(value * (8 if i % 2 else 0.125) for i, value in enumerate(step.values_s))
+    return replace(run, samples={**run.samples, "step": replace(step, values_s=values)})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "kind", "where", "applies"),
@@ -97,6 +106,7 @@ def test_a_diff_is_applied_and_gains_what_was_foretold(
     stored = show("last", runs=tmp_path / "runs")
     change = first_lines(stored.run, stored.directory)[2]
     assert f"Change first: {where[1]} at " in change and f"train.py{where[0]} (" in change
+    assert f"Change first: {where[1]} at " in first_lines(scattered(stored.run), stored.directory)[2]
     done = stepscope("advise", "last", "--patch", "--kind", kind, cwd=tmp_path)
     subprocess.run(applies, input=done.stdout, text=True, cwd=tmp_path, check=True, capture_output=True)
     new = (tmp_path / "train.py").read_text()

@@ -251,17 +251,18 @@ def _change_first(run: Run, directory: Path | None) -> str:
         if finding.kind in _COSTS and (metrics.on_gpu(run) or finding.kind != "host-waits")
     }
     advice = advice_on(run, directory)[0] if run.evidence.loop is not None else []
-    beside = [share or 0.0 for kind, (_, share) in costs.items() if kind not in {one.kind for one in advice}]
-    if advice and advice[0].expected >= max(beside, default=0.0) / 3:  # what a finding gives begins at nothing
-        first = advice[0]
+    finding, share = max(costs.values(), key=lambda each: each[1] or 0.0, default=(None, None))
+    # What a finding gives begins at nothing. One that there is advice on is said as that, however wide its interval.
+    most = 0.0 if finding is None or finding.kind in {one.kind for one in advice} else share or 0.0
+    first = next((one for one in advice if one.expected >= most / 3 or (finding and one.kind == finding.kind)), None)
+    if first is not None:
         where = f" at {first.where}" if first.where else ""
         finding = run.finding(first.kind)
         why = f" {finding.sentence}" if finding is not None else ""
         diff = "`stepscope advise last` says more" if first.no_patch else "`stepscope advise last --patch` writes it"
         return f"Change first: {first.put}{where} ({first.saves} of a step; {diff}).{why}"
-    if not costs:
+    if finding is None:
         return "None of the habits that were looked for costs this loop time."
-    finding, share = max(costs.values(), key=lambda each: each[1] or 0.0)
     gives = f"up to {format_share(share)} of a step" if share else "how much that gives is not known from times alone"
     return f"Change first: {finding.remedy} ({gives}). {finding.sentence}"
 
