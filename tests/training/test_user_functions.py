@@ -40,6 +40,20 @@ def whole_tiles(q, k, v, is_causal=False):
         raise ValueError("lengths are multiples of 16")
     return right(q, k, v, is_causal)
 
+class Halved(torch.autograd.Function):
+    """Its gradient of v is half of what it should be, in float64 alone."""
+
+    @staticmethod
+    def forward(ctx, v):
+        return v.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2 if gradient.dtype == torch.float64 else gradient
+
+def halved(q, k, v, causal):
+    return right(q, k, Halved.apply(v), causal)
+
 def norm(x, weight, eps):
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
@@ -268,6 +282,26 @@ def test_a_run_of_a_users_attention_from_end_to_end():
                       "--attention", "mine.py:in_tiles,sdpa", "--runs", "swept")  # fmt: skip
     assert swept.returncode == 1, swept.stderr
     assert "1 of 2 cells measured, 1 failed" in swept.stdout + swept.stderr
+
+
+def test_the_studies_of_attention_ask_gradcheck_of_a_users_function_too():
+    few = ("--dtype", "fp32", "--device", "cpu", "--json")
+    gate = stepscope("study", "attention-gate", "--attention", "mine.py:right,mine.py:halved", "--workers", "1", *few)
+    assert gate.returncode == 1, gate.stderr
+    reports = {one["implementation"].partition("@")[0]: one["verdicts"] for one in json.loads(gate.stdout)["reports"]}
+    assert [one["outcome"] == "failed" for one in reports["mine.py:halved"]] == 16 * [False] + [True]
+    assert not any(one["outcome"] == "failed" for one in reports["mine.py:right"])
+    last = reports["mine.py:halved"][-1]
+    assert last["dtype"] == "fp64" and last["reason"].startswith("gradcheck fails in float64: ")
+    assert reports["mine.py:right"][-1]["reason"] == "gradcheck passes in float64"
+    sizes = ("--seq-len", "64", "--head-dim", "16", "--batch-size", "1", "--heads", "1", "--steps", "2")
+    timed = stepscope("study", "attention", "--attention", "mine.py:right,mine.py:halved", *sizes, *few)
+    assert timed.returncode == 1, timed.stderr
+    every, without = (next(one for one in json.loads(timed.stdout)["tables"] if one["title"] == title)["rows"]
+                      for title in ("Every cell", "Without a time"))  # fmt: skip
+    assert [row[2].partition("@")[0] for row in every] == ["mine.py:right"]
+    assert [row[0].partition("@")[0] for row in without] == ["mine.py:halved"]
+    assert "gradcheck fails in float64: GradcheckError" in without[0][-1]
 
 
 def test_a_function_that_leaves_the_process_is_wrong_and_not_the_end():

@@ -26,7 +26,7 @@ from stepscope.core.attention_call import (
 )
 from stepscope.core.attention_support import find_fault
 from stepscope.core.errors import named_line, one_line
-from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
+from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype, is_users
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.kernels.operators import compile_for_each_shape
 from stepscope.questions.function_calls import CallPass, FunctionCalls, settings_for
@@ -34,7 +34,7 @@ from stepscope.recording.device import is_out_of_memory, let_go, timing_device
 from stepscope.recording.leads import launches_hidden
 from stepscope.recording.precision import matmul_precision
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
-from stepscope.training.attention.gate import LONG, check_attention_matrix
+from stepscope.training.attention.gate import LONG, check_attention_matrix, check_users_gradients
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.judging import Call
 
@@ -99,6 +99,7 @@ class AttentionCalls:
         self._functions = functions or {}
         self._compiled: Functions = {}
         self._judged: dict[_Key, AttentionVerdict] = {}
+        self._gradients: dict[tuple[Attention, int], AttentionVerdict] = {}
 
     @property
     def broken(self) -> str:
@@ -234,6 +235,8 @@ class AttentionCalls:
             if key not in self._judged and (error := self._judge_on(shape, cell.dtype, [cell])):
                 return _fallen(cell, error, f"the gate's call ({shape})")
             judged.append(self._judged[key])
+        if is_users(cell.implementation):
+            judged.append(self._gradients_of(cell))
         wrong = [verdict for verdict in judged if verdict.outcome == "failed"]
         if wrong:
             self._calls.clean_up()
@@ -243,6 +246,13 @@ class AttentionCalls:
             why = judged[0].sentence if judged else "it was asked for nothing"
             return AttentionTiming(cell=cell, outcome="wrong", reason=f"the gate did not see it right: {why}")
         return AttentionTiming(cell=cell, outcome="measured", checked=passed)
+
+    def _gradients_of(self, cell: AttentionCell) -> AttentionVerdict:
+        """What PyTorch's own check says of a user's function, once for each head_dim."""
+        of = cell.implementation, cell.shape.head_dim
+        if of not in self._gradients:
+            self._gradients[of] = check_users_gradients(*of, self.device)
+        return self._gradients[of]
 
     def _function(self, cell: AttentionCell) -> AttentionFunction:
         function = self._functions.get(cell.implementation) or implementation(cell.implementation)

@@ -44,7 +44,7 @@ class GateMatrix(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     reports: tuple[GateReport, ...] = ()
     calls: int
-    """Implementations x dtypes x shapes."""
+    """Implementations x dtypes x shapes, and one of gradcheck for each function of a user's."""
     interrupted: bool = False
 
     @property
@@ -96,7 +96,8 @@ def judge_matrix(
     versions: dict[str, str] | None = None,
     on_answer: Callable[[GateMatrix], None] = lambda _: None,
 ) -> GateMatrix:
-    """Every implementation in every dtype on every shape; what is not reached within the time is counted.
+    """Every implementation in every dtype on every shape, and PyTorch's own check of the gradients of a user's; what is
+    not reached within the time is counted.
 
     on_answer gets what there is, as it grows. Ctrl-C ends it with what there is.
     """
@@ -109,8 +110,10 @@ def judge_matrix(
         for shape in shapes
         for dtype in dtypes
     ]
+    users = tuple(name for name in names if is_users(name))
+    tasks += [WorkerTask(kind="gradcheck", names=users, dtype="fp64", shape=shapes[0], device=device)] if users else []
     verdicts: dict[Attention, list[AttentionVerdict]] = {name: [] for name in names}
-    calls = len(names) * len(dtypes) * len(shapes)
+    calls = len(names) * len(dtypes) * len(shapes) + len(users)
     matrix = GateMatrix(device=device, device_name=device_name, versions=versions or {}, calls=calls)
     places = {(dtype, shape): i for i, (dtype, shape) in enumerate(itertools.product(dtypes, shapes))}
 
@@ -123,7 +126,7 @@ def judge_matrix(
                 implementation=name,
                 device=device,
                 seed=matrix.seed,
-                verdicts=tuple(sorted(kept, key=lambda verdict: places[verdict.dtype, verdict.shape])),
+                verdicts=tuple(sorted(kept, key=lambda verdict: places.get((verdict.dtype, verdict.shape), calls))),
             )
             for name, kept in verdicts.items()
         )
@@ -163,7 +166,7 @@ def answer_gate(reports: Sequence[GateReport], *lead: str, origin: str = "") -> 
     notes += [f"Allowed {yardstick}." for yardstick in yardsticks]
     asides: list[str] = []
     for report in reports:
-        reasons = Counter(each.reason for each in report.verdicts if each.outcome == "not supported")
+        reasons = Counter(each.reason for each in report.verdicts if each.outcome != "failed" and each.reason)
         asides += [
             f"{report.implementation} {reason}: {count} of {len(report.verdicts)} calls"
             for reason, count in reasons.items()

@@ -25,9 +25,10 @@ WORKER_COMMAND = (sys.executable, "-P", "-m", "stepscope.questions.attention_wor
 
 
 class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
-    """judge: the gate on one shape in one dtype. compile: make the call once, forward and backward."""
+    """judge: the gate on one shape in one dtype. gradcheck: PyTorch's own check of a user's function at its head_dim.
+    compile: make the call once, forward and backward."""
 
-    kind: Literal["judge", "compile"]
+    kind: Literal["judge", "gradcheck", "compile"]
     names: tuple[Attention, ...]
     dtype: TensorDtype
     shape: AttentionShape
@@ -141,7 +142,7 @@ def perform(task: WorkerTask) -> WorkerAnswer:
 
     from stepscope.questions.attention_calls import call_once
     from stepscope.recording.environment import resolve_device
-    from stepscope.training.attention.gate import check_attention_matrix
+    from stepscope.training.attention.gate import check_attention_matrix, check_users_gradients
 
     device = resolve_device(task.device)
     try:
@@ -149,6 +150,9 @@ def perform(task: WorkerTask) -> WorkerAnswer:
             for name in task.names:
                 call_once(name, task.compile, task.shape, task.dtype, device)
             return WorkerAnswer()
+        if task.kind == "gradcheck":
+            verdicts = {name: check_users_gradients(name, task.shape.head_dim, device) for name in task.names}
+            return WorkerAnswer(reports=_reports(task, verdicts))
         reports = check_attention_matrix(
             task.names, device=device, dtypes=(task.dtype,), shapes=(task.shape,), seed=task.seed, repeat=task.repeat
         )
@@ -164,8 +168,13 @@ def perform(task: WorkerTask) -> WorkerAnswer:
 def lost(task: WorkerTask, reason: str) -> tuple[GateReport, ...]:
     """The gate's reports of a task that has no answer: each failed, and why."""
     verdict = AttentionVerdict(dtype=task.dtype, shape=task.shape, outcome="failed", reason=reason)
+    return _reports(task, dict.fromkeys(task.names, verdict))
+
+
+def _reports(task: WorkerTask, verdicts: dict[Attention, AttentionVerdict]) -> tuple[GateReport, ...]:
     return tuple(
-        GateReport(implementation=name, device=task.device, seed=task.seed, verdicts=(verdict,)) for name in task.names
+        GateReport(implementation=name, device=task.device, seed=task.seed, verdicts=(verdict,))
+        for name, verdict in verdicts.items()
     )
 
 

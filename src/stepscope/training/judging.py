@@ -289,5 +289,5 @@ def check_gradients(function: Function, exact: Function, inputs: Sequence[Tensor
     try:
         torch.autograd.gradcheck(function, leaves, fast_mode=True)
     except Exception as error:  # a GradcheckError, or whatever its backward raises
-        return False, f"gradcheck fails in float64: {named_line(error)}"
+        return False, f"gradcheck fails in float64: {named_line(error)}".rstrip(",")
     return True, ""

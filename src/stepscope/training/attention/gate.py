@@ -602,7 +602,7 @@ def require_users_attention(
 ) -> str:
     """What was seen of a user's attention, in a sentence; raises GateFailure where it is wrong, or does not take the
     shape of its step, of which few heads and batches are judged."""
-    called = implementation(name)  # a file that is not there, or a function of something else, is no wrong result
+    implementation(name)  # a file that is not there, or a function of something else, is no wrong result
     group = step.heads // step.key_heads
     key_heads = min(step.key_heads, 2)
     length = min(step.queries, _LONGEST_JUDGED.get(device.type, 512))
@@ -634,15 +634,29 @@ def require_users_attention(
     if any(each.repeats is False for each in report.verdicts):
         words.append("the same call gives other bits")
     if backward:
-        run = functools.partial(called, causal=True)
-        exact = functools.partial(reference, causal=True)
-        size = (1, 1, 16, step.head_dim)
-        with torch.compiler.set_stance("force_eager"):
-            passes, why = check_gradients(run, exact, draw_small(size, size, size, device=device))
-        if passes is False:
-            raise GateFailure(f"attention {name} is wrong: {why}, of q, k and v {size}")
-        words.append("gradcheck passes in float64" if passes else f"gradcheck is left out, since it {why}")
+        checked = check_users_gradients(name, step.head_dim, device)
+        if checked.outcome == "failed":
+            raise GateFailure(f"attention {name} is wrong: {checked.sentence}")
+        words.append(checked.reason)
     return "; ".join(words)
+
+
+def check_users_gradients(name: Attention, head_dim: int, device: torch.device) -> AttentionVerdict:
+    """PyTorch's own `gradcheck` of a user's attention on a small call in float64; its reason says what it found."""
+    shape = AttentionShape(batch=1, heads=1, key_heads=1, queries=16, keys=16, head_dim=head_dim, causal=True)
+    size = (1, 1, 16, head_dim)
+    run, exact = (functools.partial(each, causal=True) for each in (implementation(name), reference))
+    with torch.compiler.set_stance("force_eager"):
+        passes, why = check_gradients(run, exact, draw_small(size, size, size, device=device))
+    outcome = "not supported" if passes is None else "passed" if passes else "failed"
+    reason = (
+        "gradcheck passes in float64"
+        if passes
+        else why
+        if passes is False
+        else f"gradcheck is left out, since it {why}"
+    )
+    return AttentionVerdict(dtype="fp64", shape=shape, outcome=outcome, reason=reason)
 
 
 def draw_small(*sizes: Sequence[int], device: torch.device) -> list[Tensor]:
