@@ -181,7 +181,7 @@ def test_a_signal_after_the_last_line_changes_neither_the_code_nor_the_words():
             def __del__(self, send=send):
                 send()
         late = Late()
-        with interrupts.told(lambda: None):
+        with interrupts.notifying(lambda: None):
             send()
         interrupts.leaving()
         print("the last line", flush=True)

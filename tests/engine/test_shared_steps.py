@@ -236,8 +236,8 @@ def refusals(rank: int, ranks: int) -> list[str]:
 class Taken(Here):
     """Ranks of which the second finds a file in the place of its folder."""
 
-    def told(self, value: Any) -> Any:
-        told = super().told(value)
+    def broadcast(self, value: Any) -> Any:
+        told = super().broadcast(value)
         if self.rank:
             (told[0] / "rank-1").write_text("")
         return told

@@ -363,8 +363,8 @@ MUTANTS = (
     Mutant(
         name="a sweep takes over runs of other settings",
         file="engine/sweep.py",
-        old="same = asked.settings == run.settings and asked",
-        new="same = asked",
+        old="same = planned.settings == run.settings and planned",
+        new="same = planned",
         falsifies="a cell of five steps stands for one of thirty",
         tests=("engine/test_sweep.py::test_settings_are_part_of_a_cell_that_is_taken_over",),
     ),

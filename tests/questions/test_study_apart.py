@@ -83,7 +83,7 @@ def test_the_textbook_given_as_a_module_swallows_the_same_updates(own: str):
     model = ModelConfig(name="small", d_model=16, d_ff=32, layers=1, heads=2, vocabulary=32)
     asked: dict[str, Any] = {"steps": 4, "learning_rates": (1e-4,), "device": "cpu"}
     by_name = study_swallowed(model=model, batch_size=2, seq_len=8, **asked)
-    as_module = study_swallowed(own=f"{own}:textbook", **asked)
+    as_module = study_swallowed(factory=f"{own}:textbook", **asked)
     title = "Updates that round to nothing, %, to nearest"
     assert as_module.table(title).rows[-1] == by_name.table(title).rows[-1]
     remedies = "The same training at lr 0.0001"
@@ -93,19 +93,19 @@ def test_the_textbook_given_as_a_module_swallows_the_same_updates(own: str):
 
 def test_modules_of_several_classes_in_a_sequential_keep_their_paths(own: str):
     asked: dict[str, Any] = {"steps": 1, "learning_rates": (1e-4,), "device": "cpu"}
-    rows = study_swallowed(own=f"{own}:mixed", **asked).table("Medians in the last step").rows
+    rows = study_swallowed(factory=f"{own}:mixed", **asked).table("Medians in the last step").rows
     assert [row[0] for row in rows] == ["0.norm", "0.up", "*.*"]
 
 
 def test_a_module_whose_gradients_are_all_zero_has_nothing_to_swallow(own: str):
     with pytest.raises(InputError, match="no parameter moves in fp32"):
-        study_swallowed(own=f"{own}:frozen", steps=2, learning_rates=(1e-4,), device="cpu")
+        study_swallowed(factory=f"{own}:frozen", steps=2, learning_rates=(1e-4,), device="cpu")
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_planted_overflow_of_ones_own_is_skipped_by_both_scalers(own: str, dropout: float):
     found = study_scaling(
-        own=f"{own}:linear", arguments={"dropout": dropout}, steps=30, growth_interval=10, device="cpu"
+        factory=f"{own}:linear", arguments={"dropout": dropout}, steps=30, growth_interval=10, device="cpu"
     )
     rows = found.table("Steps at which something happened").rows
     assert {row[0] for row in rows if row[1] == "planted overflow, skipped"} == {7, 8}
@@ -114,7 +114,7 @@ def test_a_planted_overflow_of_ones_own_is_skipped_by_both_scalers(own: str, dro
 
 def test_a_norm_breaks_in_fp16_where_the_square_of_what_it_reads_does(own: str):
     """255.875^2 = 65,472 is a number of fp16, and 256^2 is not. Every row is x and -x, so the output is 1 and -1."""
-    fits, breaks = (study_own_normalisation(own=f"{own}:normed", arguments={"value": v}) for v in (255.875, 256.0))
+    fits, breaks = (study_own_normalisation(factory=f"{own}:normed", arguments={"value": v}) for v in (255.875, 256.0))
     title = "Error of the output in fp16, without weights"
     (fitting,), (broken,) = fits.table(title).rows, breaks.table(title).rows
     assert fitting[0] == broken[0] == "norm"
@@ -129,11 +129,11 @@ def test_a_norm_breaks_in_fp16_where_the_square_of_what_it_reads_does(own: str):
 @pytest.mark.parametrize("study", [study_parity, study_shadow])
 def test_what_is_not_finite_and_what_cannot_be_trained_are_named(own: str, study: Callable[..., Answer]):
     with pytest.raises(InputError, match=r"^the loss of .* is not finite"):
-        study(own=f"{own}:no_number", device="cpu")
+        study(factory=f"{own}:no_number", device="cpu")
     with pytest.raises(InputError, match=r"^the gradient of \S*(weight|bias) of .* is not finite"):
-        study(own=f"{own}:no_number", arguments={"times": "gradient"}, device="cpu")
+        study(factory=f"{own}:no_number", arguments={"times": "gradient"}, device="cpu")
     with pytest.raises(InputError, match="give it some, or measure forward alone with stepscope run --phase forward"):
-        study(own=f"{own}:untrained", device="cpu")
+        study(factory=f"{own}:untrained", device="cpu")
 
 
 def test_a_loss_that_is_not_finite_has_no_gradients_to_look_at(own: str):
@@ -141,14 +141,14 @@ def test_a_loss_that_is_not_finite_has_no_gradients_to_look_at(own: str):
     with pytest.raises(InputError, match=r"^the loss of this step is nan, which is not finite: give it another batch"):
         gradients_of(step, torch.device("cpu"))
     with pytest.raises(InputError, match=r"^the loss of this step is nan, which is not finite: give another batch"):
-        study_scaling(own=f"{own}:no_number", steps=1, planted=(), device="cpu")
+        study_scaling(factory=f"{own}:no_number", steps=1, planted=(), device="cpu")
     with pytest.raises(InputError, match=r"^the loss of this step is nan, which is not finite: give another batch"):
-        study_swallowed(own=f"{own}:no_number", steps=1, learning_rates=(1e-3,), device="cpu")
+        study_swallowed(factory=f"{own}:no_number", steps=1, learning_rates=(1e-3,), device="cpu")
 
 
 def test_a_model_without_norms_is_refused(own: str):
     with pytest.raises(InputError, match="runs no RMSNorm and no LayerNorm"):
-        study_own_normalisation(own=f"{own}:linear")
+        study_own_normalisation(factory=f"{own}:linear")
 
 
 @pytest.mark.slow

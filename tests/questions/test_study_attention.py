@@ -581,7 +581,7 @@ def test_a_worker_that_dies_costs_one_task_and_time_that_is_over_leaves_the_rest
     deadly: Any = "a dtype that no worker can read"
     tasks = [msgspec.structs.replace(alike, dtype=deadly), alike]
     answers: list[tuple[WorkerTask, WorkerAnswer]] = []
-    work_through(tasks, workers=1, deadline_s=math.inf, told=lambda task, answer: answers.append((task, answer)))
+    work_through(tasks, workers=1, deadline_s=math.inf, on_answer=lambda task, answer: answers.append((task, answer)))
     (dead, lost), (alive, found) = answers
     assert dead is tasks[0] and "ended with code 1" in lost.error
     assert alive is tasks[1] and found.reports[0].passed

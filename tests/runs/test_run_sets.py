@@ -49,7 +49,7 @@ def test_a_process_that_was_measured_again_counts_once():
 def test_what_was_not_measured_is_left_out_and_said():
     lost = process(3, 0.3, status="killed", failure=Failure(message="the process was killed", during="measure"))
     (found,) = sets_of([process(1, 0.1), process(2, 0.2), lost])
-    assert len(found.measured) == 2 and found.asked == 5
+    assert len(found.measured) == 2 and found.requested == 5
     text = shown(answer_set(found))
     assert "killed (measure): the process was killed" in text and "2 processes of 5 asked for" in text
     assert "do not tell how much processes differ" in text

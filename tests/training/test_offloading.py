@@ -132,7 +132,7 @@ def test_what_a_step_on_a_gpu_has_in_the_hosts_memory_stays_there():
     kept.end_forward()
     kept.let_go()
     kept.begin_again()
-    assert not host._made and torch.equal(kept.given(operator), seed)
+    assert not host._made and torch.equal(kept.take(operator), seed)
 
 
 def test_outputs_lie_one_behind_another():
@@ -185,8 +185,8 @@ def test_tensors_come_back_as_they_were():
     kept.end_forward()
     kept.begin_again()
     for tensor in tensors:
-        back, nothing, number = kept.given(torch.ops.aten.mm.default)
+        back, nothing, number = kept.take(torch.ops.aten.mm.default)
         assert (nothing, number, back.dtype) == (None, 7, tensor.dtype)
         assert back.stride() == (tensor.stride() if tensor is not with_holes else (4, 1))
         assert torch.equal(back.float(), tensor.float())
-    assert kept.given(torch.ops.aten.mm.default) is None
+    assert kept.take(torch.ops.aten.mm.default) is None

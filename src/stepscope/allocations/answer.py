@@ -58,8 +58,8 @@ class SavedByBlock:
 
 def block_of(path: str) -> str:
     """The block that a module or parameter belongs to: `blocks.3` of `blocks.3.attention.query`; '' outside of all."""
-    found = _BLOCK.match(path)
-    return found[1] if found else ""
+    match = _BLOCK.match(path)
+    return match[1] if match else ""
 
 
 def saved_by_block(explained: Explained) -> list[SavedByBlock]:
@@ -80,7 +80,7 @@ def saved_by_block(explained: Explained) -> list[SavedByBlock]:
     saved: dict[str, list[dict[str, Any]]] = {}
     for row in alive.filter(pl.col("category") == "saved for backward").sort("alloc_event").iter_rows(named=True):
         saved.setdefault(block_of(row["module"]), []).append(row)
-    found: list[SavedByBlock] = []
+    by_block: list[SavedByBlock] = []
     for block, rows in saved.items():
         largest = tuple(
             Contributor(
@@ -100,10 +100,10 @@ def saved_by_block(explained: Explained) -> list[SavedByBlock]:
         one = SavedByBlock(
             block=block, saved_bytes=held, saved_tensors=len(rows), gradient_bytes=gradients[block], largest=largest
         )
-        found.append(one)
+        by_block.append(one)
     # Numbers in a path count as numbers: blocks.10 comes after blocks.9.
     return sorted(
-        found,
+        by_block,
         key=lambda one: [(int(part), "") if part.isdigit() else (-1, part) for part in one.block.split(".")],
     )
 
@@ -302,13 +302,13 @@ def _heading(explained: Explained) -> tuple[Line, ...]:
     if snapshot.notes and snapshot.notes.workload:
         workload = snapshot.notes.workload
         lines += as_lines(describe_model(workload), describe_workload(workload))
-    made = explained.allocations["alloc_event"].count()
-    before = explained.allocations.height - made
+    allocated = explained.allocations["alloc_event"].count()
+    before = explained.allocations.height - allocated
     last = explained.time_us(len(snapshot.events) - 1)
     lines.append(
         Line(
-            f"{format_count(len(snapshot.events))} events in {ms_text(last * 1e3)} ms: {counted(made, 'allocation')}, "
-            f"and {format_count(before)} that were there before."
+            f"{format_count(len(snapshot.events))} events in {ms_text(last * 1e3)} ms: "
+            f"{counted(allocated, 'allocation')}, and {format_count(before)} that were there before."
         )
     )
     return tuple(lines)
@@ -401,15 +401,15 @@ def _history_tables(explained: Explained) -> Iterator[Table]:
             for peak in at_moment.phase_peaks(explained)
         ]
         yield table_of("phase", ("peak", "B"), ("of the peak", "%"), at, rows=rows)
-    found = at_moment.new_segments(explained)
-    if found:
+    segments = at_moment.new_segments(explained)
+    if segments:
         yield table_of(
             "fragmentation: new segment for", ("requested", "B"), ("segment", "B"), ("longest free", "B"),
             ("free together", "B"), at,
             rows=[
                 (new.site, new.requested_bytes, new.segment_bytes, new.largest_free_bytes, new.free_bytes,
                  new.time_us * 1e3)
-                for new in found
+                for new in segments
             ],
         )  # fmt: skip
 

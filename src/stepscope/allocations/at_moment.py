@@ -139,7 +139,7 @@ class DeviceUse:
 
 def devices_of(explained: Explained) -> list[DeviceUse]:
     """What every device of the snapshot held, by its index."""
-    found: list[DeviceUse] = []
+    uses: list[DeviceUse] = []
     for snapshot in (explained.snapshot, *explained.snapshot.others):
         replayed = explained.replay if snapshot is explained.snapshot else replay(snapshot) if snapshot.events else None
         blocks = [block for segment in snapshot.segments for block in segment.blocks]
@@ -151,8 +151,8 @@ def devices_of(explained: Explained) -> list[DeviceUse]:
             allocated_bytes=sum(block.size for block in blocks if block.is_active),
             reserved_bytes=sum(segment.total_size for segment in snapshot.segments),
         )
-        found.append(use)
-    return sorted(found, key=lambda use: use.device)
+        uses.append(use)
+    return sorted(uses, key=lambda use: use.device)
 
 
 # Fragmentation of a caching allocator's memory: what is free and yet of no use, and what had to be asked for beside.
@@ -228,18 +228,18 @@ def filled_segments(explained: Explained, event: int) -> list[tuple[Segment, lis
 
 def free_pieces(explained: Explained, event: int) -> list[FreePiece]:
     """The free memory after an event; empty where filled_segments is None."""
-    found: list[FreePiece] = []
+    pieces: list[FreePiece] = []
     for segment, blocks in filled_segments(explained, event) or []:
         ends = [segment.address, *(block.end for block in blocks)]
         starts = [*(block.start for block in blocks), segment.end]
         small = segment.total_size <= SMALL_SEGMENT if not segment.segment_type else segment.segment_type == "small"
         pool = segment.segment_pool_id or ORDINARY
-        found += [
+        pieces += [
             FreePiece(bytes=start - end, small=small, stream=segment.stream, pool=pool, whole=not blocks)
             for end, start in zip(ends, starts, strict=True)
             if start > end
         ]
-    return found
+    return pieces
 
 
 def pieces_between(explained: Explained, event: int) -> list[int]:
@@ -250,10 +250,10 @@ def pieces_between(explained: Explained, event: int) -> list[int]:
 def new_segments(explained: Explained) -> list[NewSegment]:
     """Segments that a request needed though free pieces of its pool and stream together were as long; largest first."""
     events = explained.snapshot.events
-    asked = [i for i in explained.snapshot.segment_events if events[i].action == "segment_alloc"]
-    asked.sort(key=lambda i: -events[i].size)
-    found: list[NewSegment] = []
-    for i in asked[:_MOST_LOOKED_AT]:
+    requests = [i for i in explained.snapshot.segment_events if events[i].action == "segment_alloc"]
+    requests.sort(key=lambda i: -events[i].size)
+    segments: list[NewSegment] = []
+    for i in requests[:_MOST_LOOKED_AT]:
         segment = events[i]
         inside = explained.allocations.filter(
             (pl.col("alloc_event") > i)
@@ -267,7 +267,7 @@ def new_segments(explained: Explained) -> list[NewSegment]:
         pieces = [
             piece.bytes
             for piece in free_pieces(explained, i - 1)
-            if piece.small == small and piece.stream == segment.stream and piece.pool == explained.replay.given.get(i)
+            if piece.small == small and piece.stream == segment.stream and piece.pool == explained.replay.pools.get(i)
         ]
         if sum(pieces) >= first["requested"]:
             new = NewSegment(
@@ -278,8 +278,8 @@ def new_segments(explained: Explained) -> list[NewSegment]:
                 free_bytes=sum(pieces),
                 site=first["site"],
             )
-            found.append(new)
-    return found
+            segments.append(new)
+    return segments
 
 
 # What each of the allocator's pools held: the ordinary one, and the private ones, which serve nobody else.
@@ -484,13 +484,13 @@ def moment_at(explained: Explained, at: str | None = None) -> Moment:
     of_phase = next((peak for peak in phase_peaks(explained) if peak.phase == at), None)
     if of_phase is not None:
         return _moment(explained, f"the peak of {at}", of_phase.event)
-    found = _TIME.fullmatch(at.strip())
-    if found is None:
+    match = _TIME.fullmatch(at.strip())
+    if match is None:
         phases = "".join(f", {name}" for name in dict.fromkeys(span.name for span in explained.phases))
         raise InputError(
             f"cannot tell which moment {at[:40]!r} is: write a time, as in 12ms, or one of start, end{phases}"
         )
-    time_us = float(found[1]) * _MICROSECONDS[found[2]]
+    time_us = float(match[1]) * _MICROSECONDS[match[2]]
     if time_us > explained.time_us(last):
         raise InputError(f"{at} is after the history, which ends at {explained.time_us(last) / 1000:g}ms")
     return _moment(

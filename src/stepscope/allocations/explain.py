@@ -162,17 +162,17 @@ def _with_turns(table: pl.DataFrame) -> pl.DataFrame:
             passes=(pl.col("running") == BACKWARD).cum_sum().cast(pl.Int64),
         )
     )
-    made, freed = (
+    allocated, freed = (
         changes[changes["event"].search_sorted(table[column].fill_null(BEFORE), side="right") - 1]
         for column in ("alloc_event", "free_event")
     )
-    never, told = pl.col("free_event").is_null(), pl.col("free_stage") != ""
+    never, recorded = pl.col("free_event").is_null(), pl.col("free_stage") != ""
     return table.with_columns(
-        turn=made["turn"],
-        passes=made["passes"],
+        turn=allocated["turn"],
+        passes=allocated["passes"],
         free_turn=pl.when(never).then(changes.height).otherwise(freed["turn"]),
         free_passes=pl.when(never).then(int(changes["passes"][-1])).otherwise(freed["passes"]),
-        free_stage=pl.when(never | told).then(pl.col("free_stage")).otherwise(freed["running"]),
+        free_stage=pl.when(never | recorded).then(pl.col("free_stage")).otherwise(freed["running"]),
     )
 
 
@@ -231,8 +231,8 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     """
     before, never = pl.col("alloc_event").is_null(), pl.col("free_event").is_null()
     resident = before & never & (pl.col("category") == THERE_BEFORE)
-    made = ~before & never & (pl.col("stage") == FORWARD) & (pl.col("passes") == 0) & (pl.col("sure") != "stack")
-    if not table.select((resident | made).any()).item():
+    of_forward = ~before & never & (pl.col("stage") == FORWARD) & (pl.col("passes") == 0) & (pl.col("sure") != "stack")
+    if not table.select((resident | of_forward).any()).item():
         return table, ""
     is_known = never & (pl.col("category") == "parameters")
     is_told = pl.col("category") == "optimizer state"
@@ -243,13 +243,13 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
         per_gradient = int(counted["requested"].sum()) / int((sizes["requested"] * sizes["count"]).sum())
         if not table.select((is_told & ~(before & never)).any()).item():
             states = min(max(int(per_gradient + 0.1) - 1, 0), _STATES_AT_MOST)
-        said = "as much is called parameters as there are gradients of the same sizes"
+        reason = "as much is called parameters as there are gradients of the same sizes"
     elif table.select((is_told & never).any()).item():
         # By size, the most states of it that one line of code made: one for each parameter.
         kept = table.filter(is_told & never & (pl.col("requested") > 0))
         of_line = kept.group_by("requested", "site").agg(count=pl.len().cast(pl.Int64))
         sizes = of_line.group_by("requested").agg(pl.col("count").max())
-        said = "as much is called parameters as one line of the optimizer keeps states of the same sizes"
+        reason = "as much is called parameters as one line of the optimizer keeps states of the same sizes"
     else:
         staged = bool((table["stage"] != "").any())
         trains = is_known | pl.any_horizontal(pl.col("stage", "free_stage").is_in([BACKWARD, OPTIMIZER]))
@@ -262,13 +262,13 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
         if not copies:
             return table, "Nothing in this history tells apart what was there before it: it is called so."
         states = copies - 1 - gradients_stay
-        said = f"{copies} tensors of each size belong to a parameter"
-        said += ", its gradient among them" if gradients_stay else ""
+        reason = f"{copies} tensors of each size belong to a parameter"
+        reason += ", its gradient among them" if gradients_stay else ""
     in_step = _has("signs", Sign.STEP)
     order = [in_step, before.not_(), "alloc_event", "address"]
     place = pl.int_range(pl.len()).over("requested", "candidate", order_by=order)
     known = is_known.sum().over("requested")
-    table = table.with_columns(candidate=resident | made, known=known).with_columns(place=place)
+    table = table.with_columns(candidate=resident | of_forward, known=known).with_columns(place=place)
     table = table.join(sizes, on="requested", how="left", maintain_order="left")
     candidate, at = pl.col("candidate"), pl.col("place")
     of_size = pl.col("count").fill_null(0)
@@ -279,20 +279,20 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     is_state |= ~before & never & in_step & ~is_parameter & pl.col("count").is_not_null() & (pl.col("sure") != "stack")
     is_gradient = resident & (at >= others) & (at < others + of_size * gradients_stay)
     was_gradient = before & ~never & (pl.col("category") == THERE_BEFORE) & (of_size > 0)
-    found: list[tuple[pl.Expr, str]] = [
+    rules: list[tuple[pl.Expr, str]] = [
         (is_parameter, "parameters"),
         (is_state, "optimizer state"),
         (is_gradient | was_gradient, "gradients"),
     ]
     table = table.with_columns(
-        category=pl.coalesce([pl.when(rule).then(pl.lit(name)) for rule, name in found] + [pl.col("category")]),
+        category=pl.coalesce([pl.when(rule).then(pl.lit(name)) for rule, name in rules] + [pl.col("category")]),
         sure=pl.when(is_parameter | is_state | is_gradient | was_gradient)
         .then(pl.lit("size"))
         .otherwise(pl.col("sure")),
     ).drop("place", "count", "candidate", "known")
-    told = {1: ", once as much optimizer state", 2: ", twice as much optimizer state (Adam's)"}.get(states, "")
+    of_states = {1: ", once as much optimizer state", 2: ", twice as much optimizer state (Adam's)"}.get(states, "")
     rest = f'the rest (buffers and batches among it) is called "{THERE_BEFORE}"'
-    return table, f"Of what was there throughout, {said}{told}; {rest}."
+    return table, f"Of what was there throughout, {reason}{of_states}; {rest}."
 
 
 def _gradients_together(table: pl.DataFrame) -> pl.DataFrame:
@@ -316,8 +316,8 @@ def _alike(residents: pl.DataFrame, usual: tuple[int, ...]) -> tuple[pl.DataFram
     """
     by_size = residents.group_by("requested").len("count").with_columns(bytes=pl.col("requested") * pl.col("count"))
     by_size = by_size.sort("bytes", "requested", descending=True)
-    told = _TOLD_BY_SIZE * int(by_size["bytes"].sum())
-    large = by_size.filter(pl.col("bytes").cum_sum() - pl.col("bytes") < told)
+    threshold = _TOLD_BY_SIZE * int(by_size["bytes"].sum())
+    large = by_size.filter(pl.col("bytes").cum_sum() - pl.col("bytes") < threshold)
     common = reduce(math.gcd, large["count"].to_list(), 0)
     copies = next((number for number in usual if common and common % number == 0), 0)
     counts = by_size.select("requested", pl.col("count") // max(copies, 1)).filter(pl.col("count") > 0)
@@ -345,7 +345,7 @@ def notes_by_allocation(
     for i, allocation in enumerate(allocations):
         if allocation.address in wanted:
             at_address[allocation.address].append(i)
-    found: dict[int, TensorNote] = {}
+    by_allocation: dict[int, TensorNote] = {}
     lost = 0
     rank = {category: i for i, category in enumerate(CATEGORIES)}
     for note in notes.tensors:
@@ -361,9 +361,9 @@ def notes_by_allocation(
             lost += 1
             continue
         index = max(fitting)[-1]
-        if index not in found or rank[note.category] < rank[found[index].category]:
-            found[index] = note
-    return found, lost
+        if index not in by_allocation or rank[note.category] < rank[by_allocation[index].category]:
+            by_allocation[index] = note
+    return by_allocation, lost
 
 
 # Shapes by size: the tensor that an allocation must have been, where only one of the model's has its bytes.
@@ -509,10 +509,10 @@ def explain(snapshot: Snapshot) -> Explained:
                 name=pl.lit(""), shape=pl.lit(None, dtype=pl.List(pl.Int64)), dtype=pl.lit(""), operator=pl.lit("")
             )
             table = _with_free_signs(snapshot, table, replayed, stacks)
-            table, said = _by_size(_by_lifetime(_with_turns(table)))
+            table, reason = _by_size(_by_lifetime(_with_turns(table)))
             remarks += [
                 "No notes of stepscope are in this snapshot: categories are by evidence (phases, stacks, lifetimes).",
-                *([said] if said else []),
+                *([reason] if reason else []),
             ]
         table = table.drop(*_ON_THE_WAY, strict=False)
         workload = snapshot.notes.workload if snapshot.notes else None
@@ -643,9 +643,9 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
     table = table.with_columns(free_signs=pl.Series(signs, dtype=pl.Int32))
     table = table.with_columns(stage=stage_of(pl.col("phase")), free_stage=stage_of(pl.col("free_phase")))
     if recorded:
-        told = pl.col("alloc_event").is_not_null() | (pl.col("stack") != NO_STACK)
+        has_record = pl.col("alloc_event").is_not_null() | (pl.col("stack") != NO_STACK)
         table = table.with_columns(
-            stage=by_stack("stage", "signs", no_python & told),
+            stage=by_stack("stage", "signs", no_python & has_record),
             free_stage=by_stack("free_stage", "free_signs", pl.lit(False)),
         )
         if table["phase"].eq("").all():

@@ -158,9 +158,9 @@ def _load(path: Path, named: str | None = None) -> object:
                 with without_collector():
                     return _PlainUnpickler(reader).load()
     except _Refused as refused:
-        asked = one_line(refused, _LONGEST_NAME)
+        refused_name = one_line(refused, _LONGEST_NAME)
         raise InputError(
-            f"{name}: refused, for it is no plain data: it asks for {asked}; nothing of it was run. "
+            f"{name}: refused, for it is no plain data: it asks for {refused_name}; nothing of it was run. "
             "A snapshot of torch.cuda.memory._dump_snapshot() asks for nothing"
         ) from None
     except _TooLong:

@@ -125,11 +125,11 @@ class Layout:
 
     def drop(self, start: int, end: int, expandable: bool) -> None:
         """Return free memory to the driver: a whole segment, or pages out of a free block."""
-        found = self.free_block_round(start)
-        if found is None or found[1] < end:
+        block = self.free_block_round(start)
+        if block is None or block[1] < end:
             raise Contradiction(f"{end - start} bytes go back to the driver at {start:#x} that are not free")
-        free_start, free_end = found
-        if not expandable and not (found == (start, end) and start in self.walls and end in self.walls):
+        free_start, free_end = block
+        if not expandable and not (block == (start, end) and start in self.walls and end in self.walls):
             raise Contradiction(f"a segment goes back to the driver at {start:#x} that never came from it")
         del self.free_from[free_start]
         if self.free_to.pop(free_end, None) is None:
@@ -252,8 +252,8 @@ def blocks_at_start(snapshot: Snapshot) -> tuple[list[Allocation], set[int]]:
                 awaiting.add(event.addr)
         elif event.action == "free_completed":
             awaiting.remove(event.addr)
-    given = [a for a in blocks_of(snapshot.segments) if a.address not in (live if a.free is None else awaiting)]
-    return [*blocks, *given], {a.address for a in given}
+    unexplained = [a for a in blocks_of(snapshot.segments) if a.address not in (live if a.free is None else awaiting)]
+    return [*blocks, *unexplained], {a.address for a in unexplained}
 
 
 def segments_at_start(snapshot: Snapshot) -> tuple[list[Segment], dict[int, PoolId]]:
@@ -333,7 +333,7 @@ class Replay:
     segments: list[Segment] | None = None
     """The segments when the history began, without their blocks; None for a history without any, or where the history
     contradicts those of its end."""
-    given: dict[int, PoolId] = field(default_factory=dict[int, PoolId])
+    pools: dict[int, PoolId] = field(default_factory=dict[int, PoolId])
     """The pool of each event that brought memory of the driver's, by the event."""
     by_pool: dict[PoolId, list[tuple[int, int]]] = field(default_factory=dict[PoolId, list[tuple[int, int]]])
     """`reserved` of each pool. Empty where `segments` is None."""
@@ -474,7 +474,7 @@ def segments_after(replayed: Replay, snapshot: Snapshot, event: int) -> list[Seg
     for i in snapshot.segment_events[: bisect_right(snapshot.segment_events, event)]:
         entry = snapshot.events[i]
         if entry.action in GIVES:
-            add_extent(held, entry, replayed.given.get(i))
+            add_extent(held, entry, replayed.pools.get(i))
         else:
             held, _ = without_extent(held, entry.addr, entry.addr + entry.size)
     return joined_segments(held)
@@ -483,11 +483,11 @@ def segments_after(replayed: Replay, snapshot: Snapshot, event: int) -> list[Seg
 def _follow_pools(snapshot: Snapshot, replayed: Replay, segments: list[Segment]) -> None:
     """Find the pool of every allocation, by the segment that holds it, and what each pool held from the driver."""
     try:
-        _, replayed.given = segments_at_start(snapshot)
+        _, replayed.pools = segments_at_start(snapshot)
     except Contradiction:
         events = [(i, snapshot.events[i]) for i in snapshot.segment_events]
-        replayed.given = {i: event.pool_id or ORDINARY for i, event in events if event.action in GIVES}
-    pools = {segment.segment_pool_id or ORDINARY for segment in segments} | set(replayed.given.values())
+        replayed.pools = {i: event.pool_id or ORDINARY for i, event in events if event.action in GIVES}
+    pools = {segment.segment_pool_id or ORDINARY for segment in segments} | set(replayed.pools.values())
     if pools <= {ORDINARY}:
         replayed.by_pool = {ORDINARY: replayed.reserved}
         return
@@ -501,7 +501,7 @@ def _follow_pools(snapshot: Snapshot, replayed: Replay, segments: list[Segment])
         if i == len(snapshot.events):
             break
         start, end = snapshot.events[i].addr, snapshot.events[i].addr + snapshot.events[i].size
-        changes = held.give(start, end, replayed.given[i]) if i in replayed.given else held.take(start, end)
+        changes = held.give(start, end, replayed.pools[i]) if i in replayed.pools else held.take(start, end)
         for pool, change in changes:
             history[pool].append((i, history[pool][-1][1] + change))
 
@@ -574,7 +574,7 @@ def _without_blocks(snapshot: Snapshot) -> Replay:
 def without_layout(snapshot: Snapshot, faults: list[str]) -> Replay:
     """The replay of a history that contradicts itself: each block is its request, rounded."""
     settings = snapshot.settings
-    given = {a.address: a for a in blocks_of(snapshot.segments) if a.free is None}
+    by_address = {a.address: a for a in blocks_of(snapshot.segments) if a.free is None}
     allocations, _ = blocks_at_start(snapshot)
     allocations = list({a.address: a for a in allocations}.values())
     live = {a.address: a for a in allocations if a.free is None}
@@ -596,8 +596,8 @@ def without_layout(snapshot: Snapshot, faults: list[str]) -> Replay:
             freed = live.pop(event.addr)
             freed.free = freed.completed = i
     for address, allocation in live.items():
-        if address in given and allocation.requested <= given[address].block:
-            allocation.block = given[address].block
+        if address in by_address and allocation.requested <= by_address[address].block:
+            allocation.block = by_address[address].block
     try:
         segments, _ = segments_at_start(snapshot)
     except Contradiction:

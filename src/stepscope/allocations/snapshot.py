@@ -228,10 +228,10 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
             has_times=has_times,
         )
 
-    found = [of_device(index) for index in devices]
-    recorded = [one for one in found if one.events and device in (None, one.device)]
+    snapshots = [of_device(index) for index in devices]
+    recorded = [one for one in snapshots if one.events and device in (None, one.device)]
     chosen = max(recorded, key=lambda one: (_most_held(one) if len(recorded) > 1 else 0, -one.device))
-    return replace(chosen, others=tuple(one for one in found if one is not chosen))
+    return replace(chosen, others=tuple(one for one in snapshots if one is not chosen))
 
 
 def _events(trace: list[Any], where: str, source: str) -> list[Event]:
@@ -280,9 +280,9 @@ def _notes(value: object, source: str) -> MemoryNotes | None:
         return None
     version = _dict(value).get("version", NOTES_VERSION)
     if version != NOTES_VERSION:
-        said = version if isinstance(version, int) else type(version).__name__  # the text of a container has no bound
+        shown = version if isinstance(version, int) else type(version).__name__  # the text of a container has no bound
         raise InputError(
-            f"{source}: its notes of stepscope have version {said}; this stepscope reads version {NOTES_VERSION}: "
+            f"{source}: its notes of stepscope have version {shown}; this stepscope reads version {NOTES_VERSION}: "
             "upgrade stepscope, or take the snapshot again"
         )
     notes = {**_dict(value)}
@@ -297,7 +297,7 @@ def _notes(value: object, source: str) -> MemoryNotes | None:
 
 def _of_device(segments: list[Segment], device: int, source: str) -> list[Segment]:
     """Segments of one device by address, every block with its address and inside its segment."""
-    found: list[Segment] = []
+    complete: list[Segment] = []
     end = 0
     for segment in sorted((s for s in segments if s.device == device), key=lambda s: s.address):
         at = segment.address
@@ -310,8 +310,8 @@ def _of_device(segments: list[Segment], device: int, source: str) -> list[Segmen
         if at != segment.end or segment.address < end:
             raise InputError(f"{source}: the segment at {segment.address:#x} overlaps, or its blocks do not fill it")
         end = segment.end
-        found.append(msgspec.structs.replace(segment, blocks=blocks))
-    return found
+        complete.append(msgspec.structs.replace(segment, blocks=blocks))
+    return complete
 
 
 # Stacks of a snapshot: each kept once, with the line that tells most and what its frames give away.
@@ -413,10 +413,10 @@ def signs_of(frame: Frame) -> Sign:
         signs |= Sign.AUTOCAST_EXIT if "autocast::clear_cache" in name else Sign(0)
         return signs | (Sign.WORKSPACE if _WORKSPACE.search(name) else Sign(0))
     signs |= Sign.PYTHON
-    own = _OWN.search(path)
+    match = _OWN.search(path)
     if _TORCH.search(path):
         signs |= Sign.TORCH | Sign.LIBRARY
-    elif (own and not own[1]) or (not own and _INSTALLED.search(path)):
+    elif (match and not match[1]) or (not match and _INSTALLED.search(path)):
         signs |= Sign.LIBRARY
     if (
         "torch/optim/" in path
@@ -480,16 +480,16 @@ class Stacks:
         number = self._by_frames[frames] = len(self._stacks)
         signs, of_frame = 0, self._frame_signs
         for frame in frames:
-            found = of_frame[frame]
-            if found & _OPTIMIZER:
-                own, others = self._frames[frame], (self._frames[other] for other in frames)
-                if any(other.name == "<module>" and other.filename == own.filename for other in others):
+            of_this = of_frame[frame]
+            if of_this & _OPTIMIZER:
+                last, others = self._frames[frame], (self._frames[other] for other in frames)
+                if any(other.name == "<module>" and other.filename == last.filename for other in others):
                     # The script that the process runs. Named after the optimizer that it uses, as train_adamw.py, it
                     # has its model and its trainer, too.
-                    found = found & ~_OPTIMIZER | (_STEP if _STEP_CALL.fullmatch(own.name) else 0)
+                    of_this = of_this & ~_OPTIMIZER | (_STEP if _STEP_CALL.fullmatch(last.name) else 0)
             # What an optimizer calls to have the loss computed is none of its own; an optimizer that a hook of backward
             # calls is.
-            signs |= found & _OUTSIDE if signs & _INNER else found
+            signs |= of_this & _OUTSIDE if signs & _INNER else of_this
         self._stacks.append(frames)
         self.signs.append(signs)
         self.sites.append(self._site(frames))
@@ -528,7 +528,7 @@ class Stacks:
                     return printable(f"{last_two}:{frame.line} {frame.name}")
         # A stack without Python frames has the name of the outermost operator, else of the outermost frame.
         names = [self._frames[number].name for number in frames]
-        operator = next((found[1] for name in reversed(names) if (found := _OPERATOR.search(name))), None)
+        operator = next((match[1] for name in reversed(names) if (match := _OPERATOR.search(name))), None)
         if any(self._frame_signs[number] & Sign.BACKWARD for number in frames):
             return f"{AUTOGRAD}, {operator}" if operator else AUTOGRAD
         return printable((operator or names[-1])[:_LONGEST_NAME]) if names else ""

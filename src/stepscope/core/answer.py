@@ -342,8 +342,8 @@ def known_columns(title: str, columns: Sequence[str], rows: Sequence[tuple[Cell,
 
 def decode_answer(data: bytes, source: str) -> Answer:
     """The answer that `--json` wrote, with the present kinds of findings. Raises InputError that names the source."""
-    found = decode_document(data, Answer, source, holds="answer of `stepscope study --json`", newest=ANSWER_VERSION)
-    for table in found.tables:
+    answer = decode_document(data, Answer, source, holds="answer of `stepscope study --json`", newest=ANSWER_VERSION)
+    for table in answer.tables:
         if any(len(row) != len(table.columns) for row in table.rows):
             raise InputError(
                 f"{source} is damaged: the table {table.title!r} has a row that is not of its "
@@ -360,8 +360,8 @@ def decode_answer(data: bytes, source: str) -> Answer:
                         f"{source} is damaged: the table {table.title!r} has {cell:g} where it counts; write it again "
                         "with --json"
                     )
-    findings = (replace(each, kind=FORMER_KINDS.get(each.kind, each.kind)) for each in found.findings)
-    return replace(found, findings=tuple(findings))
+    findings = (replace(each, kind=FORMER_KINDS.get(each.kind, each.kind)) for each in answer.findings)
+    return replace(answer, findings=tuple(findings))
 
 
 _LATER: dict[str, object] = {

@@ -129,7 +129,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     def differences(self, other: "Environment") -> dict[str, tuple[object, object]]:
         """Fields that differ and may move a figure; readings of clocks and load are left out, they always differ."""
         mine, theirs = msgspec.structs.asdict(self), msgspec.structs.asdict(other)
-        found: dict[str, tuple[object, object]] = {}
+        differing: dict[str, tuple[object, object]] = {}
         for field in mine:
             if field in ("before", "after", "during", "host", "device_index", "node"):
                 continue
@@ -137,10 +137,10 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
                 for package in sorted(mine[field].keys() | theirs[field].keys()):
                     a, b = mine[field].get(package), theirs[field].get(package)
                     if a != b:
-                        found[package] = (a, b)
+                        differing[package] = (a, b)
             elif mine[field] != theirs[field]:
-                found[field] = (mine[field], theirs[field])
-        return found
+                differing[field] = (mine[field], theirs[field])
+        return differing
 
 
 # How the allocator of polars treats memory that is no longer used.

@@ -29,7 +29,7 @@ def visible(text: str) -> str:
     Format characters are those that Unicode gives no width: marks of direction, joiners, tags. Inside JSON text, where
     they occur in strings alone, the escape means the character itself.
     """
-    return _UNSEEN.sub(lambda found: _escaped(found[0]), text)
+    return _UNSEEN.sub(lambda match: _escaped(match[0]), text)
 
 
 def printable(text: str, most: int | None = None) -> str:

@@ -634,7 +634,7 @@ def steps_together(spans: Sequence[Sequence[Span]], *, one_clock: bool) -> tuple
     count = min(map(len, spans))  # a rank that was interrupted lacks the last ones
     together: list[float] = []
     for step in range(count):
-        of_ranks = [own[step] for own in spans]
+        of_ranks = [spans_of_rank[step] for spans_of_rank in spans]
         if one_clock:
             lasted_ns = max(end for _, end in of_ranks) - min(begin for begin, _ in of_ranks)
         else:

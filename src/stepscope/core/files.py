@@ -136,15 +136,15 @@ def decode_document(
             f"{source} is empty: the command that was writing it ended before it was done; write it again {again}"
         )
     try:
-        found = msgspec.json.decode(data, type=what)
+        document = msgspec.json.decode(data, type=what)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InputError) as error:
         raise InputError(f"{source} holds no {holds}: {one_line(error)}") from error
-    version = getattr(found, "version", 1)
+    version = getattr(document, "version", 1)
     if version < 1:
         raise InputError(f"{source} is of version {version}, which does not exist: it holds no {holds}")
     if newest is not None and version > newest:
         raise InputError(f"{source} is of version {version}: this stepscope reads up to {newest}")
-    return found
+    return document
 
 
 # What the digests of an experiment are made of: a field that comes later must not change the key of a stored one.
@@ -184,14 +184,14 @@ def code_file(place: str) -> Path | None:
         return None
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = importlib.util.find_spec(top)
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
     finally:
         sys.path.pop(0)
-    if found is None or found.origin is None:
+    if spec is None or spec.origin is None:
         return None
-    home = Path(found.origin)
+    home = Path(spec.origin)
     parts = inside.split(".") if inside else []
     beside = home.parent.joinpath(*parts) if parts else None
     candidates = [beside.with_suffix(".py"), beside / "__init__.py"] if beside else [home]

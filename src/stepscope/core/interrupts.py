@@ -116,7 +116,7 @@ def _scope(reaction: Reaction) -> Generator[None]:
         raise KeyboardInterrupt
 
 
-def told(callback: Callable[[], object]) -> AbstractContextManager[None]:
+def notifying(callback: Callable[[], object]) -> AbstractContextManager[None]:
     """A context in which each signal calls `callback`, in the main thread, and raises nothing."""
 
     def tell(_number: int, _frame: FrameType | None) -> None:

@@ -169,22 +169,22 @@ _SHORT = {
 
 def parse_layout(text: str) -> dict[str, int | str]:
     """`tensor=8,pp=16,sharding=zero3`: the dimensions of a layout that are settled, by field."""
-    found: dict[str, int | str] = {}
+    fields: dict[str, int | str] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (piece.strip() for piece in part.partition("="))
         field = _SHORT.get(name, name.replace("-", "_"))
         if field == "sharding":
-            found[field] = choose(value, tuple(SHARDINGS), "sharding")
+            fields[field] = choose(value, tuple(SHARDINGS), "sharding")
             continue
         if field not in FIXED or not re.fullmatch(r"[1-9][0-9]{0,6}", value):
             raise InputError(
                 f"cannot read {part[:40]!r} in --layout: write a dimension and its ranks, as in "
                 f"tensor=8,pipeline=4; there are {', '.join((*FIXED, 'sharding'))}"
             )
-        found[field] = int(value)
-    if not found:
+        fields[field] = int(value)
+    if not fields:
         raise InputError("--layout is empty: name a dimension, as in tensor=8")
-    return found
+    return fields
 
 
 def settled(layout: Layout, experts: int = 1) -> str:

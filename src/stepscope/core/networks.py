@@ -118,7 +118,7 @@ def network_for(spec: DeviceSpec) -> Network:
 
 def parse_network(text: str, usual: Network) -> Network:
     """`nvlink4-ib400`, `nvlink4-ib400,between=100GB` or `node=4,inside=300GB`: a known network, or changes to one."""
-    found, changes = usual, dict[str, float | int]()
+    network, changes = usual, dict[str, float | int]()
     for i, part in enumerate(part.strip() for part in text.split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals:
@@ -127,13 +127,13 @@ def parse_network(text: str, usual: Network) -> Network:
                     f"unknown network {key[:40]!r}: choose one of {', '.join(NETWORKS)}, or write figures, as in "
                     "node=8,inside=450GB,between=50GB"
                 )
-            found = NETWORKS[key]
+            network = NETWORKS[key]
             continue
         changes.update(_change(key, value))
     if not changes:
-        return found
-    named = f"{found.name} with {', '.join(part.strip() for part in text.split(',') if '=' in part)}"
-    return msgspec.structs.replace(found, name=named, **changes)
+        return network
+    named = f"{network.name} with {', '.join(part.strip() for part in text.split(',') if '=' in part)}"
+    return msgspec.structs.replace(network, name=named, **changes)
 
 
 def _change(key: str, value: str) -> dict[str, float | int]:

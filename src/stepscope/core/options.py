@@ -112,19 +112,19 @@ class Rule:
     """What is wrong, in words. {} stands for the options that are too many."""
     others: Collection[str] = ()
 
-    def fault(self, given: Collection[str]) -> str | None:
+    def fault(self, chosen: Collection[str]) -> str | None:
         """What is wrong with these options, in words."""
         first = self.flags[0]
         if self.kind == "conflict":
-            both = [flag for flag in self.flags if flag in given]
+            both = [flag for flag in self.flags if flag in chosen]
             return self.why.format(" and ".join(both)) if len(both) > 1 else None
-        if first not in given or (self.kind == "needs" and self.flags[1] in given):
+        if first not in chosen or (self.kind == "needs" and self.flags[1] in chosen):
             return None
         if self.kind != "alone":
             return self.why
-        useless = [flag for flag in given if flag not in (*self.flags, *_ALWAYS)]
+        useless = [flag for flag in chosen if flag not in (*self.flags, *_ALWAYS)]
         if self.others:
-            useless = [flag for flag in self.others if flag in given]
+            useless = [flag for flag in self.others if flag in chosen]
         why = self.why or f"{{}} says nothing with {first}: leave it out"
         return why.format(", ".join(useless)) if useless else None
 
@@ -177,14 +177,14 @@ def spelled_out(*, before: str = "") -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        *own, keywords = signature.parameters.values()
+        *named, keywords = signature.parameters.values()
         kinds = get_type_hints(get_args(keywords.annotation)[0])
         spelled = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
             for name, kind in kinds.items()
         ]
         place = list(signature.parameters).index(before or keywords.name)
-        parameters = [*own[:place], *spelled, *own[place:]]
+        parameters = [*named[:place], *spelled, *named[place:]]
         function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         *first, last = kinds
         function.__doc__ = (function.__doc__ or "").replace("{options}", f"{', '.join(first)} and {last}")
@@ -198,17 +198,17 @@ def spelled_out(*, before: str = "") -> Callable[[F], F]:
 
 def words(text: str, option: str) -> list[str]:
     """A comma-separated list of words, each once."""
-    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    if not found:
+    parts = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not parts:
         raise InputError(f"{option} is empty: name at least one")
-    return found
+    return parts
 
 
 def several(text: str, option: Option) -> tuple[Any, ...]:
     """What a comma-separated list says, each word once."""
-    found = words(text, option.flag)
+    parts = words(text, option.flag)
     try:
-        return tuple(option.takes(word) if option.takes is not None else word for word in found)
+        return tuple(option.takes(word) if option.takes is not None else word for word in parts)
     except ValueError:
         expected = "whole numbers, as in 128,256" if option.takes is int else "numbers, as in 1e-4,1e-3"
         raise InputError(f"cannot read {option.flag} {text!r}: write {expected}") from None

@@ -233,16 +233,16 @@ def choose_name(name: str, names: Iterable[str], what: str) -> str:
     spelled, digest = user_function(name)
     if digest:
         return name
-    own = f"{what} of your own is path/file.py:name or package.module:name"
+    remedy = f"{what} of your own is path/file.py:name or package.module:name"
     if name.endswith(".py"):
         raise InputError(f"{what} {name} names a file and no function in it: write {name}:NAME")
     if not is_users(name):
-        raise InputError(f"unknown {what} {name!r}: choose one of {', '.join(names)}; {own}")
+        raise InputError(f"unknown {what} {name!r}: choose one of {', '.join(names)}; {remedy}")
     file = code_file(spelled.rpartition(":")[0]) if spelled else None
     if file is None:
-        raise InputError(f"{what} {name!r} names no function that can be found: {own}")
+        raise InputError(f"{what} {name!r} names no function that can be found: {remedy}")
     if not file.is_file():
-        raise InputError(f"{what} {name}: {file} {'is a directory' if file.is_dir() else 'is not there'}; {own}")
+        raise InputError(f"{what} {name}: {file} {'is a directory' if file.is_dir() else 'is not there'}; {remedy}")
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault(INTERPRETER, "1")  # read when Triton is imported, which torch may do before the function
     return f"{spelled}@{code_digest(file)[:8]}"
@@ -567,10 +567,10 @@ def named_kernels(kernels: object) -> dict[Part, Kernels]:
 def own_kernels(kernels: object) -> dict[Part, Kernels]:
     """What `kernels` says of a model that is not ours: of the parts that are modules. Raises InputError where it names
     another by itself."""
-    found = named_kernels(kernels)
+    named = named_kernels(kernels)
     if isinstance(kernels, Mapping):
-        check_modules(found)
-    return {part: name for part, name in found.items() if part in MODULE_PARTS}
+        check_modules(named)
+    return {part: name for part, name in named.items() if part in MODULE_PARTS}
 
 
 def check_modules(parts: Iterable[str]) -> None:

@@ -128,22 +128,22 @@ class Processes(msgspec.Struct, frozen=True):
         mine, theirs = self._logarithms, before._logarithms
         difference = statistics.fmean(mine) - statistics.fmean(theirs)
         processes = (before.count, self.count)
-        known = [found for found in (self.deviation, before.deviation) if found is not None]
+        known = [deviation for deviation in (self.deviation, before.deviation) if deviation is not None]
         plain = Change(ratio=math.exp(difference), processes=processes, deviation=max(known, default=None))
         if min(processes) < FEWEST_PROCESSES:
             return plain
         parts = [statistics.variance(side) / len(side) for side in (mine, theirs)]
         error = math.sqrt(sum(parts))
         freedom = _freedom(parts, (len(mine) - 1, len(theirs) - 1))
-        told = _told(plain, difference, error, freedom, confidence)
+        plain_interval = _told(plain, difference, error, freedom, confidence)
         drift = _drift(self.begun_s, before.begun_s)
         if drift is None or drift.factor <= 1:
-            return told
+            return plain_interval
         fewer, share = _freedom(parts, drift.freedoms), (1 + confidence) / 2
         return msgspec.structs.replace(
             _told(plain, difference, error * drift.factor, fewer, confidence),
             widened=drift.factor * student_quantile(share, fewer) / student_quantile(share, freedom),
-            seemed=told.decided,
+            seemed=plain_interval.decided,
         )
 
     @property
@@ -266,14 +266,14 @@ def student_quantile(share: float, freedom: float) -> float:
         return -student_quantile(1 - share, freedom)
     # Newton's method from the normal law's figure, which is too small: the tail is convex, so no step goes too far.
     density = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
-    found = statistics.NormalDist().inv_cdf(share)
+    quantile = statistics.NormalDist().inv_cdf(share)
     for _ in range(200):
-        above = student_tail(found, freedom) - (1 - share)
-        step = above / density * (1 + found * found / freedom) ** ((freedom + 1) / 2)
-        found += step
-        if abs(step) <= 1e-12 * found:
+        above = student_tail(quantile, freedom) - (1 - share)
+        step = above / density * (1 + quantile * quantile / freedom) ** ((freedom + 1) / 2)
+        quantile += step
+        if abs(step) <= 1e-12 * quantile:
             break
-    return found
+    return quantile
 
 
 def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:

@@ -160,12 +160,12 @@ def find_run_files(place: Path) -> Iterator[Path]:
     elif (place / RUN_FILE).is_file():
         yield place / RUN_FILE
     else:
-        found: list[Path] = []
+        run_files: list[Path] = []
         for folder, inside, files in os.walk(place):
             if RUN_FILE in {*inside, *files}:
-                found.append(Path(folder, RUN_FILE))
+                run_files.append(Path(folder, RUN_FILE))
             inside[:] = [name for name in inside if not is_search(name)]
-        yield from sorted(found, key=lambda file: (file.parent.name, str(file)))
+        yield from sorted(run_files, key=lambda file: (file.parent.name, str(file)))
 
 
 def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
@@ -175,14 +175,14 @@ def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
     """
     runs: list[Run] = []
     faults: list[str] = []
-    seen: set[Path] = set()
+    loaded: set[Path] = set()
     for place in places:
         if not exists(place):
             raise InputError(f"no runs at {place}: it does not exist")
         for file in find_run_files(place):
-            if file.resolve() in seen:
+            if file.resolve() in loaded:
                 continue
-            seen.add(file.resolve())
+            loaded.add(file.resolve())
             try:
                 runs.append(load_run(file))
             except InputError as error:
@@ -212,10 +212,10 @@ def _begun(file: Path) -> float:
     try:
         with file.open("rb") as stream:
             head = stream.read(_HEAD)
-            found = _CREATED.search(head) or _CREATED.search(stream.read(_LARGEST_HEAD))
+            match = _CREATED.search(head) or _CREATED.search(stream.read(_LARGEST_HEAD))
     except OSError:
         return 0.0
-    return instant_of(found[1].decode(errors="replace")) if found else 0.0
+    return instant_of(match[1].decode(errors="replace")) if match else 0.0
 
 
 def find_run(name: str, out: Path) -> Run:
@@ -348,9 +348,9 @@ def forecast_of_peak(
     is_bound: bool = False,
 ) -> Forecast:
     """A forecast of the peak of a step's memory, or of a verdict on it, made now."""
-    made = datetime.now(UTC).isoformat(timespec="milliseconds")
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
     return Forecast(
-        made=made, by=by, workload=workload, value=peak_bytes, budget_bytes=budget_bytes, fits=fits, is_bound=is_bound
+        made=now, by=by, workload=workload, value=peak_bytes, budget_bytes=budget_bytes, fits=fits, is_bound=is_bound
     )
 
 
@@ -381,11 +381,11 @@ def read_forecasts(folder: Path) -> tuple[list[Forecast], list[str]]:
         return [], []
     except (OSError, InputError) as error:
         return [], [f"{file}: its forecasts cannot be read: {one_line(error)}"]
-    found: list[Forecast] = []
+    forecasts: list[Forecast] = []
     damaged = 0
     for line in data.splitlines():
         try:
-            found.append(msgspec.json.decode(line, type=Forecast))
+            forecasts.append(msgspec.json.decode(line, type=Forecast))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             damaged += bool(line.strip())
-    return found, [f"{file}: {damaged} of its lines are no forecast"] if damaged else []
+    return forecasts, [f"{file}: {damaged} of its lines are no forecast"] if damaged else []

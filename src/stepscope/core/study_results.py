@@ -284,10 +284,10 @@ def keep_fits(where: Environment, measured_at: str, fits: Iterable[CollectiveFit
     version = where.versions.get("torch", "")
     stored = kept_fits(where.device_name, version)
     others = (fit for fit in (stored.fits if stored else ()) if (fit.kind, fit.backend, fit.ranks) not in again)
-    found = CollectiveFits(
+    document = CollectiveFits(
         device_name=where.device_name, torch_version=version, measured_at=measured_at, fits=(*others, *fresh)
     )
-    replace_file(cache_file("collectives", where.device_name, f"torch{version}"), msgspec.json.encode(found))
+    replace_file(cache_file("collectives", where.device_name, f"torch{version}"), msgspec.json.encode(document))
 
 
 def kept_fits(device_name: str, torch_version: str) -> CollectiveFits | None:

@@ -159,10 +159,10 @@ class Window(NamedTuple):
 
 def parse_window(text: str) -> Window:
     """`12ms:20ms`, `1.5s:`, `:300us`."""
-    found = _WINDOW.fullmatch(text.strip())
-    begin_ns = round(float(found[1] or 0) * _NANOSECONDS[found[2] or "s"]) if found else 0
-    end_ns = round(float(found[3]) * _NANOSECONDS[found[4]]) if found and found[3] else _NO_END_NS
-    if found is None or not begin_ns < end_ns <= _NO_END_NS:
+    match = _WINDOW.fullmatch(text.strip())
+    begin_ns = round(float(match[1] or 0) * _NANOSECONDS[match[2] or "s"]) if match else 0
+    end_ns = round(float(match[3]) * _NANOSECONDS[match[4]]) if match and match[3] else _NO_END_NS
+    if match is None or not begin_ns < end_ns <= _NO_END_NS:
         raise InputError(f"cannot read the window {text[:40]!r}: write begin and end, as in 12ms:20ms, 1.5s: or :300us")
     return Window(begin_ns, end_ns)
 

@@ -308,10 +308,10 @@ def kill_marked(mark: str) -> None:
     A system without /proc has no way to find them: there, only a cell's group ends with it.
     """
     for _ in range(_PASSES):
-        found = [pid for pid in _marked(mark) if pid != os.getpid()]
-        if not found:
+        pids = [pid for pid in _marked(mark) if pid != os.getpid()]
+        if not pids:
             return
-        for pid in found:
+        for pid in pids:
             with contextlib.suppress(OSError):  # it may have ended by itself
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
@@ -319,14 +319,14 @@ def kill_marked(mark: str) -> None:
 
 def _marked(mark: str) -> list[int]:
     wanted = f"{MARK}={mark}".encode()
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for process in Path("/proc").iterdir():
             with contextlib.suppress(OSError):  # no process, another user's, or gone
                 variables = (process / "environ").read_bytes().split(b"\0")
                 if process.name.isdigit() and any(variable.startswith(wanted) for variable in variables):
-                    found.append(int(process.name))
-    return found
+                    pids.append(int(process.name))
+    return pids
 
 
 # A cell's process: it reads one StepRequest on stdin, writes events to a pipe, and leaves a run directory.

@@ -443,9 +443,9 @@ class Cluster:
             self._reading.cancel()
             self._log.close()
 
-    def _write(self, said: Terms | Order) -> None:
+    def _write(self, message: Terms | Order) -> None:
         if self._process.stdin is not None:
-            self._process.stdin.write(msgspec.json.encode(said) + b"\n")
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
@@ -453,8 +453,8 @@ class Cluster:
             self._hear(msgspec.json.decode(line, type=Word))
         self._log.seek(0)
         last = self._log.read().decode(errors="replace").strip().splitlines()[-1:]
-        said = f": {one_line(Exception(last[0]))}" if last else ""
-        self._fail(DeviceError(f"the connection to the Ray cluster (--on {self._terms.address}) was lost{said}"))
+        reason = f": {one_line(Exception(last[0]))}" if last else ""
+        self._fail(DeviceError(f"the connection to the Ray cluster (--on {self._terms.address}) was lost{reason}"))
 
     def _hear(self, word: Word) -> None:
         if word.error is not None:

@@ -93,10 +93,10 @@ def _connected(address: str) -> Any:
         remedy = "start one with `ray start --head`, or name a host as ray://HOST"
         raise InputError(f"no Ray cluster for --on {address}: {one_line(error)}; {remedy}") from error
     except Exception as error:  # what the client raises is of gRPC too
-        told = " ".join(str(error).split())
-        if "version mismatch" in told.lower():
+        message = " ".join(str(error).split())
+        if "version mismatch" in message.lower():
             raise InputError(
-                f"the Ray cluster (--on {address}) has another Python or Ray than this command: {told[:_TOLD]}"
+                f"the Ray cluster (--on {address}) has another Python or Ray than this command: {message[:_TOLD]}"
             ) from error
         raise InputError(f"cannot use the Ray cluster (--on {address}): {named_line(error)}") from error
     return ray
@@ -105,7 +105,7 @@ def _connected(address: str) -> Any:
 class _Courier:
     def __init__(self, ray: Any, terms: Terms, say: Callable[[Word], None]) -> None:
         self._ray, self._terms, self._say = ray, terms, say
-        self._known: dict[str, _Found] = {}
+        self._known: dict[str, _NodeState] = {}
         """Nodes that have been looked at, those that have gone too."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._measure = ray.remote(on_node.measure)
@@ -164,12 +164,12 @@ class _Courier:
                 f"was started with one (`ray start --num-{self._wants.lower()}s N`){more}"
             )
         looked_at = await asyncio.gather(*(self._look_at(node) for node in fit))
-        answering = [found for found in looked_at if not found.silent]  # one that has just died is listed for a while
-        for found in answering or looked_at:
-            if found.fault:
-                raise InputError(found.fault)
-        for found in answering:
-            self._say(Word(node=found.node))
+        answering = [state for state in looked_at if not state.silent]  # one that has just died is listed for a while
+        for state in answering or looked_at:
+            if state.fault:
+                raise InputError(state.fault)
+        for state in answering:
+            self._say(Word(node=state.node))
         self._say(Word(ready=True))
 
     async def _watch(self) -> None:
@@ -178,32 +178,32 @@ class _Courier:
             await asyncio.sleep(_WATCH_EVERY_S)
             for node in self._nodes():
                 if node["NodeID"] not in self._known and node["Resources"].get(self._wants, 0) >= 1:
-                    found = await self._look_at(node)
-                    if not found.fault:
-                        self._say(Word(node=found.node))
+                    state = await self._look_at(node)
+                    if not state.fault:
+                        self._say(Word(node=state.node))
 
-    async def _look_at(self, node: dict[str, Any]) -> "_Found":
-        host, known = node["NodeManagerHostname"], [found.node.name for found in self._known.values()]
+    async def _look_at(self, node: dict[str, Any]) -> "_NodeState":
+        host, known = node["NodeManagerHostname"], [state.node.name for state in self._known.values()]
         several = sum(other["NodeManagerHostname"] == host for other in self._nodes()) > 1 or host in known
         units = int(node["Resources"][self._wants])
         name = f"{host}-{node['NodeID'][:6]}" if several else host
         gpus = units if self._wants == "GPU" else 0
         named = Node(id=node["NodeID"], name=name, slots=gpus or 1, gpus=gpus)
-        found = self._known[named.id] = _Found(named, units)
+        state = self._known[named.id] = _NodeState(named, units)
         try:
             version, python, word = await asyncio.wait_for(self._asked(named.id), _LOOK_S)
         except TimeoutError:
-            found.fault = f"node {name} of the Ray cluster says nothing within {_LOOK_S:.0f} s"
-            found.silent = True
+            state.fault = f"node {name} of the Ray cluster says nothing within {_LOOK_S:.0f} s"
+            state.silent = True
         except self._ray.exceptions.RayError as error:
-            found.fault = f"node {name} of the Ray cluster cannot be used: {named_line(error)}"
-            found.silent = True
+            state.fault = f"node {name} of the Ray cluster cannot be used: {named_line(error)}"
+            state.silent = True
         else:
             if version is None:
-                found.fault = f"node {name} has no stepscope in {python}: {word}; install stepscope {__version__} there"
+                state.fault = f"node {name} has no stepscope in {python}: {word}; install stepscope {__version__} there"
             elif version != __version__:
-                found.fault = f"node {name} has stepscope {version}, and this is {__version__}: install one on both"
-        return found
+                state.fault = f"node {name} has stepscope {version}, and this is {__version__}: install one on both"
+        return state
 
     def _asked(self, node: str) -> Any:
         return self._ray.remote(_looking()).options(num_cpus=0, max_retries=0, **self._at(node)).remote()
@@ -215,11 +215,11 @@ class _Courier:
 
     async def _have_measured(self, order: Order) -> None:
         assert order.request is not None
-        found, errors = self._known[order.node], self._ray.exceptions
+        state, errors = self._known[order.node], self._ray.exceptions
         gpus = {"num_gpus": order.request.workload.ranks, "num_cpus": 0}
-        resources = gpus if found.node.gpus else {"num_cpus": found.units}
+        resources = gpus if state.node.gpus else {"num_cpus": state.units}
         task = self._measure.options(max_retries=0, **resources, **self._at(order.node))
-        name = found.node.name
+        name = state.node.name
         try:
             outcome: on_node.Outcome = await task.remote(order, self._terms, name, self._desk)
         except errors.OutOfMemoryError:
@@ -229,12 +229,12 @@ class _Courier:
         except errors.RayError as error:
             died = f"the worker on node {name}" if isinstance(error, errors.WorkerCrashedError) else f"node {name}"
             self._say(Word(number=order.number, lost=f"{died} died ({type(error).__name__})"))
-            found.losses += 1
-            if found.losses > _MOST_LOSSES * found.node.slots:
+            state.losses += 1
+            if state.losses > _MOST_LOSSES * state.node.slots:
                 return
             with contextlib.suppress(TimeoutError, errors.RayError):
                 await asyncio.wait_for(self._asked(order.node), _LOOK_S)
-                self._say(Word(node=msgspec.structs.replace(found.node, slots=1)))  # only the worker had died
+                self._say(Word(node=msgspec.structs.replace(state.node, slots=1)))  # only the worker had died
         else:
             self._bring_home(order.number, outcome)
 
@@ -253,7 +253,7 @@ class _Courier:
 
 
 @dataclass
-class _Found:
+class _NodeState:
     """A node as it was found."""
 
     node: Node
@@ -275,9 +275,9 @@ def _looking() -> Callable[[], tuple[str | None, str, str]]:
         import sys  # noqa: PLC0415  (this one of the node)
 
         command = [sys.executable, "-P", "-c", "import stepscope; print(stepscope.__version__)"]
-        asked = subprocess.run(command, capture_output=True, text=True, check=False)
-        words = asked.stderr.strip().splitlines() or ["no word"]
-        return (asked.stdout.strip() or None) if asked.returncode == 0 else None, sys.executable, words[-1]
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        words = completed.stderr.strip().splitlines() or ["no word"]
+        return (completed.stdout.strip() or None) if completed.returncode == 0 else None, sys.executable, words[-1]
 
     return look
 

@@ -385,7 +385,7 @@ def watch_module(
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.module.parameters())
         model = describe_module(step.model, step.named_tensors(step.batches[-rotation]), [])  # its first batch
         by_factory = user_module.optimizer is not None and step.optimizer is user_module.optimizer
-        found = msgspec.structs.replace(
+        described = msgspec.structs.replace(
             workload,
             model=model,
             by_factory=("optimizer",) if by_factory else (),
@@ -394,20 +394,20 @@ def watch_module(
     watch.end()
     del step
     gc.collect()  # A step and its phases refer to each other.
-    return WatchedModule(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=found)
+    return WatchedModule(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=described)
 
 
-def _hang_on(found: Any, tensor: Any) -> None:
+def _hang_on(fake: Any, tensor: Any) -> None:
     """Give a fake tensor what a user's code hung on the real one: attributes, and hooks of its gradient."""
     attributes: dict[str, Any] = tensor.__dict__
     of_gradients: Mapping[int, Any] = tensor._backward_hooks or {}
     of_sums: Mapping[int, Any] = tensor._post_accumulate_grad_hooks or {}
-    for name in attributes.keys() - set(dir(found)):
-        setattr(found, name, attributes[name])
+    for name in attributes.keys() - set(dir(fake)):
+        setattr(fake, name, attributes[name])
     for hook in of_gradients.values():
-        found.register_hook(hook)
+        fake.register_hook(hook)
     for hook in of_sums.values():
-        found.register_post_accumulate_grad_hook(hook)
+        fake.register_post_accumulate_grad_hook(hook)
 
 
 def _update_as_on_a_gpu(optimizer: torch.optim.Optimizer) -> None:
@@ -435,32 +435,32 @@ def _on_fake_tensors(
 ) -> UserModule:
     """The module and its batches with fake tensors, in the dtype of the workload. Small integers stay real."""
     pure = torch.bfloat16 if workload.dtype == "bf16-pure" else None
-    made: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
     real: list[Tensor] = []  # A tensor that is freed leaves its id to the next one.
 
     def faked(tensor: Tensor) -> Tensor:
-        found: Tensor = mode.from_tensor(tensor.detach())
+        fake: Tensor = mode.from_tensor(tensor.detach())
         if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
-            found = found.clone()  # Of a view, and of what is expanded, a device gets the elements.
+            fake = fake.clone()  # Of a view, and of what is expanded, a device gets the elements.
         if pure is not None and tensor.is_floating_point():
-            found = found.to(pure)
+            fake = fake.to(pure)
         if isinstance(tensor, nn.Parameter):
-            found = nn.Parameter(found, requires_grad=tensor.requires_grad)
-        found.requires_grad_(tensor.requires_grad)
-        _hang_on(found, tensor)
-        return found
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        fake.requires_grad_(tensor.requires_grad)
+        _hang_on(fake, tensor)
+        return fake
 
     def faked_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        if id(leaf) not in made:
+        if id(leaf) not in fakes:
             real.append(leaf)
             if leaf.is_floating_point() or leaf.nbytes > fake_memory.LARGEST_REAL:
-                made[id(leaf)] = faked(leaf)
+                fakes[id(leaf)] = faked(leaf)
             else:
                 with unset_fake_temporarily():
-                    made[id(leaf)] = leaf.clone()  # An operator in place writes into no tensor of the user's.
-        return made[id(leaf)]
+                    fakes[id(leaf)] = leaf.clone()  # An operator in place writes into no tensor of the user's.
+        return fakes[id(leaf)]
 
     for part in user_module.module.modules():
         homes: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)  # pyright: ignore[reportPrivateUsage]
@@ -470,7 +470,7 @@ def _on_fake_tensors(
                     tensors[name] = faked_leaf(tensor)
     if user_module.optimizer is not None:
         for group in user_module.optimizer.param_groups:
-            group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
+            group["params"] = [fakes.get(id(parameter), parameter) for parameter in group["params"]]
     batches = [tree_map(faked_leaf, resized(batch, batch_size)) for batch in user_module.batches]
     return dataclasses.replace(user_module, batches=batches)
 
@@ -650,9 +650,9 @@ class FakePredictor:
         # Peaks that barely differ foretell nothing, and a factory makes its batch in truth.
         room = budget.usable_bytes - self.kept_free(budget) - peak
         guess = min(first + room // by_unit, MOST_TIMES * first)
-        found = largest(guess, lambda units: self._runs(variant(units * unit), budget)) * unit
+        units_of_budget = largest(guess, lambda units: self._runs(variant(units * unit), budget)) * unit
         # Beyond the end of the search nothing is known but that the size that was asked about fits.
-        return max(found, start) if self.fails_in(budget) is None else found
+        return max(units_of_budget, start) if self.fails_in(budget) is None else units_of_budget
 
 
 def _unseen(watched: WatchedModule) -> Unseen:

@@ -111,8 +111,8 @@ class Forks:
                 server = self._servers[environment] = _Server(self._next_mark(), self._modules)
         except OSError:
             return None
-        given = {name: os.environ.get(name) for name in _GIVEN}
-        return await server.fork(ForkRequest(mark=mark, arguments=tuple(arguments), variables=given), files)
+        from_environment = {name: os.environ.get(name) for name in _GIVEN}
+        return await server.fork(ForkRequest(mark=mark, arguments=tuple(arguments), variables=from_environment), files)
 
     def close(self) -> None:
         """End the servers."""
@@ -313,7 +313,7 @@ class _ForkServer:
         talk = socket.socket(fileno=files.pop())
         refused = why_not_fork()
         if refused is None:
-            ready, told = os.pipe()
+            ready, write_end = os.pipe()
             pid = os.fork()
             if pid == 0:
                 # What belongs to this process and to the other cells is not the child's.
@@ -324,10 +324,10 @@ class _ForkServer:
                 for file in (talk.detach(), ready):
                     os.close(file)
                 _become(request, files)
-                os.write(told, b"1")
-                os.close(told)
+                os.write(write_end, b"1")
+                os.close(write_end)
                 return True
-            os.close(told)
+            os.close(write_end)
             began = os.read(ready, 1)
             os.close(ready)
             if began:
@@ -371,7 +371,7 @@ class _ForkServer:
 def _become(request: ForkRequest, files: list[int]) -> None:
     """Make this child the leader of a session, with the pipes and the mark of its cell."""
     os.setsid()
-    own, (stdin, printed, events) = os.pread(1, MESSAGE_BYTES, 0), files
+    output, (stdin, printed, events) = os.pread(1, MESSAGE_BYTES, 0), files
     for file, number in ((stdin, 0), (printed, 1), (printed, 2)):
         os.dup2(file, number)
     os.close(stdin)
@@ -381,8 +381,8 @@ def _become(request: ForkRequest, files: list[int]) -> None:
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
-    if own:  # what imports have printed is in the log of each cell, as where each imports for itself
-        os.write(1, own)
+    if output:  # what imports have printed is in the log of each cell, as where each imports for itself
+        os.write(1, output)
     sys.argv = ["-m", str(events), *request.arguments]
 
 
@@ -406,7 +406,7 @@ def _blas() -> list[Callable[[int], object]]:
     """For each OpenBLAS that is loaded, what gives it threads. Raises where one has nothing of that kind."""
     mapped = map(_BLAS_LIBRARY.search, Path("/proc/self/maps").read_text().splitlines())
     setters: list[Callable[[int], object]] = []
-    for path in {found[0] for found in mapped if found}:
+    for path in {match[0] for match in mapped if match}:
         library = ctypes.CDLL(path)
         name = next((name for name in _BLAS_SETTERS if hasattr(library, name)), None)
         if name is None:

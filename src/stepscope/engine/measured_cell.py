@@ -60,8 +60,8 @@ class RankProcesses:
     async def start(cls, request: bytes, *, next_mark: Callable[[], str], fork: Fork | None = None) -> "RankProcesses":
         """Start a process for each rank of the request's workload: by `fork`, where it is given and can, else each as
         a Python of its own."""
-        asked = msgspec.json.decode(request, type=StepRequest)
-        ranks = asked.workload.ranks
+        whole = msgspec.json.decode(request, type=StepRequest)
+        ranks = whole.workload.ranks
         check_processes(ranks)
         meeting = Path(tempfile.mkdtemp(prefix="stepscope-ranks-"))
         processes: list[CellProcess] = []
@@ -75,8 +75,8 @@ class RankProcesses:
                     meeting=f"file://{meeting}/meeting",
                     began_s=time.time(),
                 )
-                own = msgspec.structs.replace(asked, place=place)
-                processes.append(await CellProcess.start(msgspec.json.encode(own), mark=next_mark(), fork=fork))
+                share = msgspec.structs.replace(whole, place=place)
+                processes.append(await CellProcess.start(msgspec.json.encode(share), mark=next_mark(), fork=fork))
         except BaseException:
             for process in processes:
                 await process.close()

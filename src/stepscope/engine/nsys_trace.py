@@ -171,7 +171,7 @@ def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[
     """nsys and the process it watches, from start to end: what they printed, nsys' exit code, what the process
     answered, and whether nsys recorded it."""
     command = [sys.executable, "-P", "-m", "stepscope.engine.nsys_trace"]
-    asked = WatchedRequest(request=request, answer=str((folder / "answer.json").absolute()))
+    watched = WatchedRequest(request=request, answer=str((folder / "answer.json").absolute()))
     output = (folder / "output.txt").absolute()
     with output.open("wb") as printed:
         process = subprocess.Popen(
@@ -185,7 +185,7 @@ def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[
     try:
         # stdin stays open: it is the watched process's lifeline, as a cell's is in a sweep.
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(msgspec.json.encode(asked) + b"\n")
+            process.stdin.write(msgspec.json.encode(watched) + b"\n")
             process.stdin.flush()
         code = process.wait(profilers.TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -263,10 +263,10 @@ def main() -> int:
     """Answer the request on stdin. Exit code 0 when the steps were traced."""
     line = sys.stdin.readline()
     end_with_stdin()
-    asked = msgspec.json.decode(line, type=WatchedRequest)
-    answer = Path(asked.answer)
+    watched = msgspec.json.decode(line, type=WatchedRequest)
+    answer = Path(watched.answer)
     try:
-        _trace(asked.request, lambda samples: _write(answer, WatchedAnswer(samples=samples)))
+        _trace(watched.request, lambda samples: _write(answer, WatchedAnswer(samples=samples)))
     except Exception as error:
         _write(answer, WatchedAnswer(error=one_line(error)))
         raise

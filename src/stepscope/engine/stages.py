@@ -71,8 +71,8 @@ def build(draft: Draft) -> None:
     if workload.compile != "eager":
         reset_compilation()
     draft.held_before_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    draft.built, found = make_step(workload, device, draft.load, draft.ranks)
-    draft.set(workload=found)
+    draft.built, built_workload = make_step(workload, device, draft.load, draft.ranks)
+    draft.set(workload=built_workload)
     if workload.attention == AUTO:
         draft.set_evidence(attention=by_sizes(workload, lambda sized: chosen_attention(sized, device.type)))
     if workload.factory:
@@ -173,21 +173,21 @@ def record_what_filled_the_memory(draft: Draft) -> None:
 def _record(draft: Draft, out_of_memory: bool = False) -> "MemoryCapture":
     from stepscope.recording.memory_history import capture_memory  # noqa: PLC0415  (where it was asked for)
 
-    asked, environment = draft.request.memory, draft.run.environment
-    assert asked is not None
+    options, environment = draft.request.memory, draft.run.environment
+    assert options is not None
     capture = capture_memory(
         draft.step,
         draft.device,
         draft.directory,
         workload=draft.run.workload,
         device_name=environment.device_name if environment else "",
-        stacks=asked.stacks,
-        steps=1 if out_of_memory else asked.steps,
+        stacks=options.stacks,
+        steps=1 if out_of_memory else options.steps,
         held_before_bytes=draft.held_before_bytes,
         is_out_of_memory=is_out_of_memory if out_of_memory else None,
     )
     draft.keep_files(memory=MEMORY_FILE)
-    if asked.steps > 1 and capture.failure is None:
+    if options.steps > 1 and capture.failure is None:
         draft.keep_growth()
     return capture
 
@@ -263,16 +263,16 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
         parameter_bytes=parameters,
         optimizer_bytes=state,
     )
-    found: list[tuple[bytes, tuple[evidence.Span, ...]]] = draft.ranks.gathered(
+    gathered: list[tuple[bytes, tuple[evidence.Span, ...]]] = draft.ranks.gathered(
         (msgspec.json.encode(mine), result.spans_ns)
     )
-    figures = tuple(msgspec.json.decode(one, type=evidence.RankFigures) for one, _ in found)
+    figures = tuple(msgspec.json.decode(one, type=evidence.RankFigures) for one, _ in gathered)
     shared = evidence.RanksEvidence(
         backend=draft.ranks.backend, ranks=figures, threads=draft.ranks.threads, start_s=draft.ranks.start_s,
         started_here=draft.ranks.started_here, correct=draft.correct, whole_parameter_bytes=whole,
         whole_gradient_bytes=trained,
     )  # fmt: skip
-    together = evidence.steps_together([spans for _, spans in found], one_clock=shared.one_host)
+    together = evidence.steps_together([spans for _, spans in gathered], one_clock=shared.one_host)
     step = msgspec.structs.replace(result.samples[STEP], values_s=together)
     draft.set(samples={**result.samples, STEP: step}, shared=shared)
 
@@ -503,8 +503,8 @@ class _Readings:
         step, count = self._draft.step, self._draft.run.samples["step"].count
         if step.optimizer is not None and self._updates is not None and count:
             norm = getattr(step, "gradient_norm", None)  # a step of the user's own has none
-            found = read_updates(step.optimizer, step.scaler, steps=count, before=self._updates, gradient_norm=norm)
-            self._draft.set_evidence(updates=found)
+            updates = read_updates(step.optimizer, step.scaler, steps=count, before=self._updates, gradient_norm=norm)
+            self._draft.set_evidence(updates=updates)
 
 
 def _tell(draft: Draft, progress: Progress) -> None:
@@ -580,18 +580,18 @@ def _small(workload: TextbookWorkload) -> TextbookWorkload:
     )
 
 
-def _fault_of(found: evidence.Correctness, name: str) -> str:
+def _fault_of(correctness: evidence.Correctness, name: str) -> str:
     """What the ranks compute wrongly, in a line."""
-    wrong, allowed, what = found.gradient_error, found.gradient_allowed, "the gradients of the first step"
+    wrong, allowed, what = correctness.gradient_error, correctness.gradient_allowed, "the gradients of the first step"
     if wrong <= allowed:
-        wrong, allowed = found.update_error, found.update_allowed
-        what = f"what {found.steps} steps of SGD make of the parameters"
-    if wrong <= allowed and found.loss_error is not None and found.loss_allowed is not None:
-        wrong, allowed = found.loss_error, found.loss_allowed
-        what = f"the losses of {found.steps} steps of AdamW"
+        wrong, allowed = correctness.update_error, correctness.update_allowed
+        what = f"what {correctness.steps} steps of SGD make of the parameters"
+    if wrong <= allowed and correctness.loss_error is not None and correctness.loss_allowed is not None:
+        wrong, allowed = correctness.loss_error, correctness.loss_allowed
+        what = f"the losses of {correctness.steps} steps of AdamW"
     return (
         f"ranks that share a step by {name} compute something else than one process: {what} differ by {wrong:.2g}, "
-        f"where rounding makes up to {allowed:.2g}, most in {found.worst}; nothing was timed"
+        f"where rounding makes up to {allowed:.2g}, most in {correctness.worst}; nothing was timed"
     )
 
 

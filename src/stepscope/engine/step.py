@@ -122,22 +122,22 @@ def directory_of(request: StepRequest, ranks: Ranks) -> Path:
     """
     with _the_same_refusal(ranks):
         directory = create_run_directory(Path(request.out), request.workload) if ranks.rank == 0 else None
-    asked = msgspec.json.encode((request.workload, request.settings, request.trace, request.memory))
-    directory, wanted = ranks.told((directory, asked))
-    own = directory if ranks.rank == 0 else directory / RANK_FOLDER.format(rank=ranks.rank)
+    options = msgspec.json.encode((request.workload, request.settings, request.trace, request.memory))
+    directory, wanted = ranks.broadcast((directory, options))
+    folder = directory if ranks.rank == 0 else directory / RANK_FOLDER.format(rank=ranks.rank)
     try:
         with _the_same_refusal(ranks):
-            if asked != wanted:
+            if options != wanted:
                 raise InputError(f"rank {ranks.rank} is asked for another step than rank 0: give all the same options")
             try:
-                own.mkdir(parents=True, exist_ok=True)  # on another host, too
+                folder.mkdir(parents=True, exist_ok=True)  # on another host, too
             except OSError as error:
-                raise InputError(f"rank {ranks.rank} cannot write to {own}: {error.strerror or error}") from error
+                raise InputError(f"rank {ranks.rank} cannot write to {folder}: {error.strerror or error}") from error
     except InputError:
         if ranks.rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
         raise
-    return own
+    return folder
 
 
 @contextlib.contextmanager

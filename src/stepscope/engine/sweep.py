@@ -97,7 +97,7 @@ def run_sweep(
         with interrupts.raising():  # before asyncio, which takes Ctrl-C for itself in a process that is not ours
             runs = series.loop.run(sweep.run()) if series is not None else asyncio.run(sweep.run())
     if sweep.interrupted:
-        stopped, _ = load_runs([made for made in sorted(set(out.iterdir()) - before) if made.is_dir()])
+        stopped, _ = load_runs([folder for folder in sorted(set(out.iterdir()) - before) if folder.is_dir()])
         # Another command may have left runs in the same place meanwhile.
         kept = [run for run in stopped if run.status == "interrupted" and run.sweep == plan.key]
         raise SweepInterrupted(runs, [out / run.id for run in kept])
@@ -166,7 +166,7 @@ class _Sweep:
                 self.interrupted = True
                 work.cancel()
 
-        with interrupts.told(lambda: loop.call_soon_threadsafe(stop)):
+        with interrupts.notifying(lambda: loop.call_soon_threadsafe(stop)):
             try:
                 await work
             except asyncio.CancelledError:
@@ -225,9 +225,9 @@ class _Sweep:
             if run.sweep != self._plan.key or run.status in again:
                 continue
             for cell in self.state.cells:
-                asked = cell.cell
-                same = asked.settings == run.settings and asked.repeat == run.repeat
-                if same and asked.workload.identity == run.workload.identity:
+                planned = cell.cell
+                same = planned.settings == run.settings and planned.repeat == run.repeat
+                if same and planned.workload.identity == run.workload.identity:
                     cell.run, cell.state, cell.resumed = run, run.status, True
 
     async def _work(self, place: Place) -> None:

@@ -153,12 +153,12 @@ def repeated(cells: Sequence[Cell], times: int, begun: str = "") -> list[Cell]:
     """
     if times == 1:
         return list(cells)
-    found: list[Cell] = []
+    repeats: list[Cell] = []
     for cell in cells:
-        told = msgspec.json.encode((cell.identity, times, begun), order="sorted")
-        name = f"{cell.workload.key}-{hashlib.sha256(told).hexdigest()[:12]}"
-        found += [
+        identity = msgspec.json.encode((cell.identity, times, begun), order="sorted")
+        name = f"{cell.workload.key}-{hashlib.sha256(identity).hexdigest()[:12]}"
+        repeats += [
             msgspec.structs.replace(cell, repeat=Repeat(set=name, number=number, of=times))
             for number in range(1, times + 1)
         ]
-    return found
+    return repeats

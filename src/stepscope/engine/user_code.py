@@ -50,7 +50,7 @@ def ask_apart(module: str, *arguments: str, what: str, keeps: bool = False) -> b
         mark = f"own-code-{os.getpid()}-{file.fileno()}"
         child = _Child()
         try:
-            with interrupts.told(child.interrupt) if keeps else contextlib.nullcontext():
+            with interrupts.notifying(child.interrupt) if keeps else contextlib.nullcontext():
                 code = child.run(command, file.fileno(), {**os.environ, MARK: mark})
         finally:
             kill_marked(mark)  # Processes that the user's code has started end with it.
@@ -141,8 +141,8 @@ def load_recipe(path: Path) -> list[TextbookWorkload]:
     """
     if not path.is_file():
         raise errors.InputError(f"no recipe at {path}: give a Python file that defines {FUNCTION}()")
-    found = ask_apart(__name__, str(path), what=f"the recipe {path}")
-    return msgspec.json.decode(found, type=list[TextbookWorkload])
+    answer = ask_apart(__name__, str(path), what=f"the recipe {path}")
+    return msgspec.json.decode(answer, type=list[TextbookWorkload])
 
 
 def main(path: str) -> str:
@@ -171,8 +171,8 @@ def _workloads_of(path: Path) -> list[TextbookWorkload]:
     function: Any = runpy.run_path(str(path)).get(FUNCTION)
     if not callable(function):
         raise errors.InputError(f"{path} defines no function {FUNCTION}(): write one that returns Workloads")
-    made: Any = function()
-    workloads: list[Any] = list(itertools.islice(made, MOST + 1))
+    result: Any = function()
+    workloads: list[Any] = list(itertools.islice(result, MOST + 1))
     strangers = [w for w in workloads if not isinstance(w, TextbookWorkload)]
     if strangers:
         raise errors.InputError(f"{path}: {FUNCTION}() returned {type(strangers[0]).__name__} among its workloads")

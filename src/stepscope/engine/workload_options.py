@@ -155,9 +155,9 @@ class OneWorkload:
 
     def joined(self, ranks: int) -> "OneWorkload":
         """The options, for the ranks of a job that is there already. Raises InputError where other ranks are given."""
-        given = self.options.get("ranks", ranks)
-        if given != ranks:
-            raise InputError(f"--ranks {given}, and this job has {ranks}: leave it out")
+        requested = self.options.get("ranks", ranks)
+        if requested != ranks:
+            raise InputError(f"--ranks {requested}, and this job has {ranks}: leave it out")
         return OneWorkload({**self.options, "ranks": ranks})
 
     @property
@@ -211,10 +211,10 @@ class ManyWorkloads:
             for preset in presets
             for combination in itertools.product(*sizes.values())
         ]
-        found = [
+        combined = [
             w for name in kernels for w in grid(model=models, **_with_parts({**chosen, "kernels": name}, several=True))
         ]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(combined))
 
 
 _TWO_MODELS = "--module and --model both say which model: give one of them"
@@ -259,7 +259,7 @@ def _user_workloads(options: Mapping[str, Sequence[Any]]) -> list[FactoryWorkloa
                 raise InputError(f"--{name.replace('_', '-')} and --arg {name} say the same: give one of them")
             arguments[name] = tuple(options[name])
     choices = {name: options[name] for name in _OF_ANY_MODEL if name in options and name != "kernels"}
-    found = [
+    workloads = [
         FactoryWorkload(
             factory=str(factory),
             code=code_digest(str(factory)),
@@ -272,9 +272,9 @@ def _user_workloads(options: Mapping[str, Sequence[Any]]) -> list[FactoryWorkloa
         for kernels in options.get("kernels", (None,))
         for chosen in combinations(_with_parts({**choices, "kernels": kernels}, several=True, parts=MODULE_PARTS))
     ]
-    for workload in found:
+    for workload in workloads:
         _say_unmet(workload)
-    return [*{workload.key: workload for workload in found}.values()]  # parts that are said are so in all kernels
+    return [*{workload.key: workload for workload in workloads}.values()]  # parts that are said are so in all kernels
 
 
 def _say_unmet(workload: FactoryWorkload) -> None:
@@ -298,13 +298,13 @@ def factory_arguments(factory: str | None, written: Sequence[str]) -> dict[str, 
 
 
 def _one_value_each(written: Sequence[str]) -> dict[str, Any]:
-    found = parse_arguments(written)
-    for name, values in found.items():
+    arguments = parse_arguments(written)
+    for name, values in arguments.items():
         if len(values) > 1:
             raise InputError(
                 f"--arg {name} has {len(values)} values: one model is looked at, so write one; sweep takes several"
             )
-    return {name: values[0] for name, values in found.items()}
+    return {name: values[0] for name, values in arguments.items()}
 
 
 def _with_parts(
@@ -312,12 +312,12 @@ def _with_parts(
 ) -> dict[str, Any]:
     """What was chosen, with what `kernels` says of every part that was not. several: whether values are tuples. parts:
     those that it says something of."""
-    found = dict(chosen)
-    kernels = found.pop("kernels", None)
+    others = dict(chosen)
+    kernels = others.pop("kernels", None)
     if kernels is None:
-        return found
+        return others
     named = {part: name for part, name in named_kernels(kernels).items() if part in parts}
-    return {**{part: (name,) if several else name for part, name in named.items()}, **found}
+    return {**{part: (name,) if several else name for part, name in named.items()}, **others}
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
@@ -456,8 +456,8 @@ class Recording:
             ("--memory-steps", "--memory-steps" in GIVEN.get(), ("memory",), "steps"),
             ("--trace-steps", "--trace-steps" in GIVEN.get(), TRACE_TOOLS, "steps"),
         )
-        for flag, given, records, what in needs:
-            if given and not set(records) & set(named):
+        for flag, value, records, what in needs:
+            if value and not set(records) & set(named):
                 add = "add it" if len(records) == 1 else "add one of them"
                 raise InputError(f"{flag} belongs to --record {' or '.join(records)}: {add}, or leave the {what} out")
         tools = cast("tuple[TraceTool, ...]", tuple(name for name in named if name in TRACE_TOOLS))

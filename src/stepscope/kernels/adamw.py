@@ -184,7 +184,7 @@ def _gradient_at(address, half, start, left, ALIGNED: tl.constexpr, MASKED: tl.c
 @triton.jit
 def clip_coefficient(
     sums,  # fp32 (count,)
-    found,  # fp32 (2,): the norm and the coefficient
+    out,  # fp32 (2,): the norm and the coefficient
     count,
     max_norm,
     BLOCK: tl.constexpr,
@@ -197,8 +197,8 @@ def clip_coefficient(
     coefficient = max_norm / (norm + 1e-6)
     # Where, and no minimum: that of a number and of what is none may be the number.
     coefficient = tl.where(coefficient > 1.0, 1.0, coefficient)
-    tl.store(found, norm)
-    tl.store(found + 1, coefficient)
+    tl.store(out, norm)
+    tl.store(out + 1, coefficient)
 
 
 # ---- launches

@@ -57,8 +57,8 @@ def largest_of_eight_bits(
     largest = tl.zeros((BLOCK,), dtype=tl.int32)
     for block in range(program, tl.cdiv(elements, BLOCK), tl.num_programs(0)):
         at = tl.cast(block, tl.int64) * BLOCK + offsets
-        found = tl.load(bits + at, mask=at < elements, other=0).to(tl.int32) & 0x7FFF
-        largest = tl.maximum(largest, found)
+        magnitudes = tl.load(bits + at, mask=at < elements, other=0).to(tl.int32) & 0x7FFF
+        largest = tl.maximum(largest, magnitudes)
     tl.store(maxima + program, tl.max(largest, 0))
 
 
@@ -73,9 +73,9 @@ def scale_to_eight_bits(
 ):
     offsets = tl.arange(0, BLOCK)
     largest = tl.max(tl.load(maxima + offsets, mask=offsets < count, other=0), 0)
-    found = (largest << 16).to(tl.float32, bitcast=True) * share
+    candidate = (largest << 16).to(tl.float32, bitcast=True) * share
     # Where, and no maximum: that of a number and of what is none may be the number.
-    tl.store(scale, tl.where(found < smallest, smallest, found))
+    tl.store(scale, tl.where(candidate < smallest, smallest, candidate))
 
 
 @triton.jit
@@ -97,9 +97,9 @@ def cast_to_eight_bits(
     row = program // tiles * ROWS + tl.arange(0, ROWS)
     column = program % tiles * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
-    found = tl.load(bits + row[:, None] * columns + column[None, :], mask=inside, other=0)
+    tile = tl.load(bits + row[:, None] * columns + column[None, :], mask=inside, other=0)
     # bf16 is the upper half of fp32.
-    values = tl.math.div_rn((found.to(tl.int32) << 16).to(tl.float32, bitcast=True), tl.load(scale))
+    values = tl.math.div_rn((tile.to(tl.int32) << 16).to(tl.float32, bitcast=True), tl.load(scale))
     # Rounded, the largest may be just above the end. Comparisons leave what is no number as it is.
     values = tl.where(values > end, end, tl.where(values < -end, -end, values))
     small = values.to(along.dtype.element_ty)
@@ -125,15 +125,15 @@ def _layouts(x: Tensor, scale: Tensor, dtype: torch.dtype, along: bool, across: 
     check_place(_NAME, x)
     bits = x.contiguous().view(torch.int16)
     by_pytorch = interpreted()
-    made = _fake_layouts(x, scale, torch.float32 if by_pytorch else dtype, along, across)
+    layouts = _fake_layouts(x, scale, torch.float32 if by_pytorch else dtype, along, across)
     if x.numel():
         (rows, columns), tiles = x.shape, tiles_of(x.shape[1], _COLUMNS)
         launch_at(
             x, cast_to_eight_bits, (tiles_of(rows, _ROWS) * tiles,),
-            bits, *made, scale, torch.finfo(dtype).max, rows, columns, tiles,
+            bits, *layouts, scale, torch.finfo(dtype).max, rows, columns, tiles,
             ALONG=along, ACROSS=across, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=8,
         )  # fmt: skip
-    return (made[0].to(dtype), made[1].to(dtype)) if by_pytorch else made
+    return (layouts[0].to(dtype), layouts[1].to(dtype)) if by_pytorch else layouts
 
 
 def _fake_layouts(x: Tensor, scale: Tensor, dtype: torch.dtype, along: bool, across: bool) -> tuple[Tensor, Tensor]:

@@ -478,14 +478,14 @@ class _Allocations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[Tensor] = []
+        self.tensors: list[Tensor] = []
         self.other = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
-            self.made.append(out)
+            self.tensors.append(out)
         elif not func.is_view and name not in ("view", "_unsafe_view", "_reshape_alias", "promote_types"):
             self.other = name
         return out
@@ -494,9 +494,9 @@ class _Allocations(TorchDispatchMode):
 class Watched:
     """A call that is watched: its tensors, and its launches."""
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         """given: the tensors that the pass is given, by their numbers."""
-        self._given = list(given)
+        self._given = list(inputs)
         self._mode = _Allocations()
         self._launched: list[tuple[Any, tuple[int, ...], tuple[object, ...]]] = []
 
@@ -514,7 +514,7 @@ class Watched:
     def place_of(self, tensor: Tensor) -> Place | None:
         """The tensor of the pass that this one lies in, and how far from its start; None where there is none, or more
         than one: then nobody knows which of them another call's is."""
-        tensors = list(enumerate([*self._given, *self._mode.made]))
+        tensors = list(enumerate([*self._given, *self._mode.tensors]))
         at = tensor.data_ptr()
         spans = [(number, each.data_ptr(), _extent(each)) for number, each in tensors if each.numel()]
         places = [(number, start) for number, start, _ in spans if at == start]
@@ -524,7 +524,7 @@ class Watched:
     def ran(self, results: Sequence[Tensor | None]) -> Pass | None:
         """The pass; None where it cannot be launched by what was seen."""
         there = self._given[0].device
-        if self._mode.other or any(each.device != there for each in self._mode.made) or not _aligned(self._given):
+        if self._mode.other or any(each.device != there for each in self._mode.tensors) or not _aligned(self._given):
             return None
         launches = [self._launch(*each) for each in self._launched]
         outputs: list[tuple[int, int, Layout] | None] = []
@@ -539,7 +539,7 @@ class Watched:
         if any(each is None for each in launches):
             return None
         return Pass(
-            made=[layout_of(each) for each in self._mode.made],
+            made=[layout_of(each) for each in self._mode.tensors],
             launches=[each for each in launches if each is not None],
             results=outputs,
         )
@@ -592,15 +592,15 @@ def forward(  # noqa: PLR0917  (a call by names takes longer, and there is one i
         ran = watched.ran(outputs)
         places = [watched.place_of(tensor) for tensor in saved]
         if ran is not None and all(place is not None and not place.offset for place in places):
-            seen = Forward(
+            recorded = Forward(
                 operation=operation,
                 key=key,
                 inputs=[layout_of(tensor) for tensor in inputs],
                 ran=ran,
                 saved=[place.tensor for place in places if place is not None],
             )
-            ctx.gradients = _Learning(seen, gradients)
-            teach(seen, ctx.gradients)
+            ctx.gradients = _Learning(recorded, gradients)
+            teach(recorded, ctx.gradients)
     ctx.save_for_backward(*saved)
     return outputs
 
@@ -614,8 +614,8 @@ class _Learning:
     """Makes gradients from Python, and teaches the launcher both passes: anew where what it knows does not hold, as
     for gradients that lie in another way."""
 
-    def __init__(self, seen: Forward, gradients: Gradients) -> None:
-        self._seen = seen
+    def __init__(self, recorded: Forward, gradients: Gradients) -> None:
+        self._seen = recorded
         self._gradients = gradients
         self._left = _MOST_TRIES
 

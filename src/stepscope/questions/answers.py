@@ -207,16 +207,16 @@ class Deviation:
 INPUT_OVERFLOWS = Deviation(error=math.nan, word="input overflows")
 
 
-def deviation(found: "Tensor", reference: "Tensor", *given: "Tensor") -> Deviation:
+def deviation(measured: "Tensor", reference: "Tensor", *inputs: "Tensor") -> Deviation:
     """The largest relative error of a row of `found` (..., W) against a float64 reference of that shape, or a word.
 
     given: what went in, in its format.
     """
     import torch
 
-    if not all(tensor.isfinite().all() for tensor in given):
+    if not all(tensor.isfinite().all() for tensor in inputs):
         return INPUT_OVERFLOWS
-    wide = found.double()
+    wide = measured.double()
     if wide.isnan().any():
         return Deviation(error=math.nan, word="nan")
     if wide.isinf().any():

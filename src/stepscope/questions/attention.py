@@ -254,7 +254,9 @@ def _compile_ahead(
         if cell.compile != "none" or ATTENTIONS[cell.implementation].compiler is not None
         for shape in (cell.shape, *gate_shapes(cell))
     ]
-    work_through(list(dict.fromkeys(tasks)), workers=workers, deadline_s=deadline_s, told=lambda _task, _answer: None)
+    work_through(
+        list(dict.fromkeys(tasks)), workers=workers, deadline_s=deadline_s, on_answer=lambda _task, _answer: None
+    )
 
 
 Compile = Annotated[tuple[str, ...] | None, Option("", WORKLOAD, choices=("none", "default"))]

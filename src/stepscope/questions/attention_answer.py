@@ -607,8 +607,8 @@ def _by_sequence(
 
     timed: whether the last column names the implementations whose time is unsure.
     """
-    told = {curve.line for curve in study.curves for row in curve.rows if row.outcome not in _NOTHING}
-    lines = [line for line in dict.fromkeys(curve.line for curve in study.curves) if line in told]
+    lines_with_rows = {curve.line for curve in study.curves for row in curve.rows if row.outcome not in _NOTHING}
+    lines = [line for line in dict.fromkeys(curve.line for curve in study.curves) if line in lines_with_rows]
     rows: list[tuple[Cell, ...]] = []
     for dtype, head_dim, curves in study.grouped("head_dim"):
         for length in sorted({row.cell.shape.queries for curve in curves for row in curve.rows}):

@@ -117,7 +117,7 @@ def judge_matrix(
     matrix = GateMatrix(device=device, device_name=device_name, versions=versions or {}, calls=calls)
     places = {(dtype, shape): i for i, (dtype, shape) in enumerate(itertools.product(dtypes, shapes))}
 
-    def told(task: WorkerTask, answer: WorkerAnswer) -> None:
+    def take_answer(task: WorkerTask, answer: WorkerAnswer) -> None:
         nonlocal matrix
         for report in answer.reports or lost(task, answer.error):
             verdicts[report.implementation].extend(report.verdicts)
@@ -134,7 +134,7 @@ def judge_matrix(
         on_answer(matrix)
 
     try:
-        work_through(tasks, workers=workers, deadline_s=time.monotonic() + seconds, told=told)
+        work_through(tasks, workers=workers, deadline_s=time.monotonic() + seconds, on_answer=take_answer)
     except KeyboardInterrupt:
         return msgspec.structs.replace(matrix, interrupted=True)
     return matrix
@@ -190,8 +190,8 @@ def _table(reports: Sequence[GateReport], notes: Sequence[str]) -> Table:
             verdicts = [verdict for verdict in report.verdicts if verdict.dtype == dtype]
             counts = Counter(verdict.outcome for verdict in verdicts)
             word = "WRONG" if counts["failed"] else "right" if counts["passed"] else "not run"
-            seen = [verdict.repeats for verdict in verdicts if verdict.repeats is not None]
-            again = f"no, in {seen.count(False)} of {len(seen)}" if False in seen else "yes" if seen else ""
+            same = [verdict.repeats for verdict in verdicts if verdict.repeats is not None]
+            again = f"no, in {same.count(False)} of {len(same)}" if False in same else "yes" if same else ""
             rows.append((
                 report.implementation, dtype, word, again, *(counts[outcome] for outcome in outcomes),
                 *(_worst(verdicts, tensor) for tensor in _TENSORS),

@@ -48,7 +48,7 @@ class WorkerAnswer(msgspec.Struct, frozen=True, kw_only=True):
 Told = Callable[[WorkerTask, WorkerAnswer], None]
 
 
-def work_through(tasks: Sequence[WorkerTask], *, workers: int, deadline_s: float, told: Told) -> None:
+def work_through(tasks: Sequence[WorkerTask], *, workers: int, deadline_s: float, on_answer: Told) -> None:
     """Have the tasks done by so many processes; each answer is told as it comes, from this thread.
 
     What is not done at `deadline_s` (of `time.monotonic`) is left. However this ends, the processes end with it.
@@ -65,7 +65,7 @@ def work_through(tasks: Sequence[WorkerTask], *, workers: int, deadline_s: float
             worker.start()
         for _ in tasks:
             try:
-                told(*answers.get(timeout=min(threading.TIMEOUT_MAX, max(0.0, deadline_s - time.monotonic()))))
+                on_answer(*answers.get(timeout=min(threading.TIMEOUT_MAX, max(0.0, deadline_s - time.monotonic()))))
             except queue.Empty:
                 return
     finally:

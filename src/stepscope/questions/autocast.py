@@ -217,11 +217,11 @@ def observe_operators(device: torch.device, low: torch.dtype) -> dict[str, Obser
     """What autocast does with each of OPERATORS on this device."""
     generator = torch.Generator().manual_seed(0)
 
-    def made(shape: Shape, dtype: torch.dtype) -> Tensor:
+    def random_tensor(shape: Shape, dtype: torch.dtype) -> Tensor:
         # Between 1/4 and 3/4: every operator is defined there, a probability's logarithm too.
         return (torch.rand(shape, generator=generator) / 2 + 0.25).to(device, dtype)
 
-    return {op.name: _observe(op, made, lambda: autocast_region(device.type, low), low) for op in OPERATORS}
+    return {op.name: _observe(op, random_tensor, lambda: autocast_region(device.type, low), low) for op in OPERATORS}
 
 
 def observe_cuda_rules(low: torch.dtype) -> dict[str, Observed]:
@@ -229,11 +229,11 @@ def observe_cuda_rules(low: torch.dtype) -> dict[str, Observed]:
     mode = FakeTensorMode()
     gpu = torch.device("cuda", 0)
 
-    def made(shape: Shape, dtype: torch.dtype) -> Tensor:
+    def fake_tensor(shape: Shape, dtype: torch.dtype) -> Tensor:
         return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), gpu)
 
     with without_tracebacks(), mode:  # some operators cannot be told
-        return {op.name: _observe(op, made, lambda: _cuda_region(low), low) for op in OPERATORS}
+        return {op.name: _observe(op, fake_tensor, lambda: _cuda_region(low), low) for op in OPERATORS}
 
 
 @contextlib.contextmanager
@@ -254,14 +254,14 @@ def _cuda_region(dtype: torch.dtype) -> Iterator[None]:
 
 def _observe(
     op: Operator,
-    made: Callable[[Shape, torch.dtype], Tensor],
+    make: Callable[[Shape, torch.dtype], Tensor],
     region: Callable[[], contextlib.AbstractContextManager[Any]],
     low: torch.dtype,
 ) -> Observed:
-    fp32 = [made(shape, torch.float32) for shape in op.shapes]
+    fp32 = [make(shape, torch.float32) for shape in op.shapes]
     if _result(op, fp32) == REFUSED:
         return Observed()
-    lows = [made(shape, low) for shape in op.shapes]
+    lows = [make(shape, low) for shape in op.shapes]
     both = [fp32[0], *lows[1:]]
     several = len(both) > 1
     with Casts() as casts_without:
@@ -307,21 +307,21 @@ class ModelWithLoss:
     """A module on its device, with inputs and a loss."""
 
     name: str
-    own: UserModule
+    user_module: UserModule
     """The module with its loss. Of its batches the first is looked at."""
 
     @property
     def module(self) -> nn.Module:
-        return self.own.module
+        return self.user_module.module
 
     def forward(self) -> tuple[Any, Tensor]:
         """The module's output, and the loss. Raises InputError where either fails, or the loss is none."""
-        batch = self.own.batches[0]
-        args, kwargs = self.own.call.arguments(batch)
+        batch = self.user_module.batches[0]
+        args, kwargs = self.user_module.call.arguments(batch)
         with user_errors(f"{self.name} fails in forward"):
             output = self.module(*args, **kwargs)
         with user_errors(f"the loss of {self.name} fails"):
-            loss = self.own.loss_of(output, batch)
+            loss = self.user_module.loss_of(output, batch)
         check_gradient(loss, self.name)
         return output, loss
 
@@ -350,12 +350,12 @@ class ToyModel(nn.Module):
 
 
 def model_with_loss(
-    model: str, own: str | None, device: torch.device, arguments: Mapping[str, Any] | None = None
+    model: str, factory: str | None, device: torch.device, arguments: Mapping[str, Any] | None = None
 ) -> ModelWithLoss:
-    """The toy network or a preset by name; or, where `own` names one, the user's."""
+    """The toy network or a preset by name; or, where `factory` names one, the user's."""
     torch.manual_seed(0)
-    if own is not None:
-        return ModelWithLoss(name=own, own=load_module(own, arguments, seed=0).on(device))
+    if factory is not None:
+        return ModelWithLoss(name=factory, user_module=load_module(factory, arguments, seed=0).on(device))
     if choose_model(model, (TOY, *PRESETS)) == TOY:
         targets_B = torch.randint(TOY_OUT, (TOY_BATCH,)).to(device)
 
@@ -363,7 +363,8 @@ def model_with_loss(
             return F.cross_entropy(logits_BO, targets_B)
 
         toy, batch = ToyModel().to(device), torch.randn(TOY_BATCH, TOY_IN).to(device)
-        return ModelWithLoss(name=TOY, own=UserModule(name=TOY, module=toy, batches=[batch], loss=cross_entropy))
+        toy_module = UserModule(name=TOY, module=toy, batches=[batch], loss=cross_entropy)
+        return ModelWithLoss(name=TOY, user_module=toy_module)
     workload = TextbookWorkload(model=configure(model), batch_size=SEQUENCES, seq_len=TOKENS)
     check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
     tokens_BS, targets_BS = torch.randint(workload.model.vocabulary, (2, SEQUENCES, TOKENS)).to(device)
@@ -373,8 +374,8 @@ def model_with_loss(
         return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
     module = build_model(workload, device)
-    own_module = UserModule(name=model, module=module, batches=[tokens_BS], loss=cross_entropy_of_tokens)
-    return ModelWithLoss(name=model, own=own_module)
+    user_module = UserModule(name=model, module=module, batches=[tokens_BS], loss=cross_entropy_of_tokens)
+    return ModelWithLoss(name=model, user_module=user_module)
 
 
 # One forward, loss and backward under autocast, as hooks saw it, and how often parameters were cast.
@@ -398,7 +399,7 @@ class Seen:
 class AutocastRecord:
     """The dtypes and casts of one forward, loss and backward under autocast."""
 
-    seen: Mapping[int, Seen]
+    modules: Mapping[int, Seen]
     """What hooks saw, by id of the module."""
     inside: Mapping[str, str]
     """The dtype of each parameter while autocast was on."""
@@ -412,13 +413,13 @@ class AutocastRecord:
 def record(model: ModelWithLoss, device: torch.device, low: torch.dtype) -> AutocastRecord:
     """Run forward, loss and backward once with hooks on every module."""
     module = model.module
-    seen = {id(part): Seen() for part in module.modules()}
+    by_module = {id(part): Seen() for part in module.modules()}
 
     def enter(_path: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[id(part)].inputs |= {dtype_name(tensor.dtype): None for tensor in _tensors((args, kwargs))}
+        by_module[id(part)].inputs |= {dtype_name(tensor.dtype): None for tensor in _tensors((args, kwargs))}
 
     def leave(_path: str, part: nn.Module, _: object, output: Any) -> None:
-        of = seen[id(part)]
+        of = by_module[id(part)]
         of.calls += 1
         for tensor in _tensors(output):
             of.outputs[dtype_name(tensor.dtype)] = None
@@ -432,7 +433,7 @@ def record(model: ModelWithLoss, device: torch.device, low: torch.dtype) -> Auto
         model.backward(loss)
     gradients = {n: None if p.grad is None else dtype_name(p.grad.dtype) for n, p in module.named_parameters()}
     return AutocastRecord(
-        seen=seen,
+        modules=by_module,
         inside=inside,
         gradients=gradients,
         output=tuple(dict.fromkeys(dtype_name(tensor.dtype) for tensor in _tensors(output))),
@@ -506,7 +507,7 @@ def dtypes_found(model: ModelWithLoss, recording: AutocastRecord, dtype: str) ->
         value = str(recording.loss_value)
         sentence = f"The loss of {model.name} is {value}: its dtypes stand, its gradients mean nothing."
         yield warning("loss", sentence, {"loss": value})
-    ran = [seen for seen in recording.seen.values() if seen.calls]
+    ran = [module for module in recording.modules.values() if module.calls]
     low = sum(dtype in of.outputs for of in ran)
     back = sum(dtype in of.gradients for of in ran)
     if not back:
@@ -545,15 +546,15 @@ _NORMS: dict[type[nn.Module], str] = {
 
 def imitation_found(registered: Mapping[str, Observed], imitated: Mapping[str, Observed]) -> Finding:
     """A finding that says where the rules come from, and which operators their imitation treats otherwise."""
-    told = {name: seen.treatment for name, seen in registered.items() if seen.treatment is not None}
-    other = [name for name, treatment in told.items() if imitated[name].treatment != treatment]
+    recorded = {name: observed.treatment for name, observed in registered.items() if observed.treatment is not None}
+    other = [name for name, treatment in recorded.items() if imitated[name].treatment != treatment]
     but = f" {', '.join(other)} do not: in a model that uses them, look at the operators." if other else ""
     return note(
         "rules",
         f"The rules are CUDA's, as PyTorch {torch.__version__} registers them, read here without a GPU: each operator "
         "ran on tensors without data that say they are on one, and the model ran on the CPU with the casts that follow "
-        f"from them. {len(told) - len(other)} of {len(told)} operators come out alike in both.{but}",
-        {"operators": len(told), "different": len(other)},
+        f"from them. {len(recorded) - len(other)} of {len(recorded)} operators come out alike in both.{but}",
+        {"operators": len(recorded), "different": len(other)},
     )
 
 
@@ -561,14 +562,14 @@ def normalisations_found(
     model: ModelWithLoss, recording: AutocastRecord, operators: Mapping[str, Mapping[str, Observed]], rules: str
 ) -> Iterator[Finding]:
     """A finding for each kind of normalisation in the model: its dtypes, and the rule that made them."""
-    found: dict[type[nn.Module], list[tuple[str, Seen]]] = {}
+    by_type: dict[type[nn.Module], list[tuple[str, Seen]]] = {}
     for path, part in model.module.named_modules():
-        seen = recording.seen.get(id(part), Seen())
-        if "Norm" in type(part).__name__ and seen.calls:
-            found.setdefault(type(part), []).append((path or type(part).__name__, seen))
+        dtypes = recording.modules.get(id(part), Seen())
+        if "Norm" in type(part).__name__ and dtypes.calls:
+            by_type.setdefault(type(part), []).append((path or type(part).__name__, dtypes))
     other = "cpu" if rules == "cuda" else "cuda"
-    for kind, modules in found.items():
-        first, seen = modules[0]
+    for kind, modules in by_type.items():
+        first, dtypes = modules[0]
         which = first if len(modules) == 1 else f"{first} (of {len(modules)} {kind.__name__})"
         operator = _NORMS.get(kind)
         if operator is None:
@@ -579,8 +580,8 @@ def normalisations_found(
             why = f"on {rules} autocast has {operator} {words[0]}, on {other} {words[1]}"
         yield note(
             "normalisation",
-            f"{which} takes {' and '.join(seen.inputs)} and gives {' and '.join(seen.outputs)}: {why}.",
-            {"modules": len(modules), "input": ", ".join(seen.inputs), "output": ", ".join(seen.outputs)},
+            f"{which} takes {' and '.join(dtypes.inputs)} and gives {' and '.join(dtypes.outputs)}: {why}.",
+            {"modules": len(modules), "input": ", ".join(dtypes.inputs), "output": ", ".join(dtypes.outputs)},
         )
 
 
@@ -615,10 +616,10 @@ def caching_found(recording: AutocastRecord, repeats: Mapping[str, Casts], dtype
     first = one.of_named.total()
     cached, uncached, apart = (casts.of_named.total() for casts in repeats.values())
     if not uncached:
-        said = f"No parameter is cast to {dtype}: there are no copies to keep"
+        sentence = f"No parameter is cast to {dtype}: there are no copies to keep"
     else:
         again = cached - first
-        said = (
+        sentence = (
             f"One forward casts {len(one.of_named)} parameters ({first} casts, {one.bytes_of_named:,} bytes of "
             f"copies). A second one in the same region casts {again}: "
             + ("the copies are kept until the region ends" if again == 0 else "not every copy is kept")
@@ -626,7 +627,7 @@ def caching_found(recording: AutocastRecord, repeats: Mapping[str, Casts], dtype
         )
     return note(
         "cast-cache",
-        f"{said}. Other tensors are cast {one.others} times in one forward.",
+        f"{sentence}. Other tensors are cast {one.others} times in one forward.",
         {
             "casts": first,
             "casts_of_two": cached,
@@ -643,12 +644,12 @@ def operators_found(operators: Mapping[str, Mapping[str, Observed]], rules: str)
     grouped by how."""
     here = operators[rules]
     counts = Counter(observed.treatment for observed in here.values())
-    told = len(here) - counts[None]
+    listed = len(here) - counts[None]
     parts = [f"{counts[treatment]} {_WORDS[treatment]}" for treatment in TREATMENTS if counts[treatment]]
     yield note(
         "operators",
-        f"Of {told} operators autocast on {rules} has {', '.join(parts[:-1])} and {parts[-1]}.",
-        {**{treatment: counts[treatment] for treatment in TREATMENTS}, "operators": told},
+        f"Of {listed} operators autocast on {rules} has {', '.join(parts[:-1])} and {parts[-1]}.",
+        {**{treatment: counts[treatment] for treatment in TREATMENTS}, "operators": listed},
     )
     pairs: dict[tuple[str, str], list[str]] = {}
     common = 0
@@ -661,14 +662,14 @@ def operators_found(operators: Mapping[str, Mapping[str, Observed]], rules: str)
     unseen = [op.name for op in OPERATORS if operators["cuda"][op.name].treatment is None]
     if not different:
         return
-    said = "; ".join(
+    sentence = "; ".join(
         f"{', '.join(names)} ({cpu} on the CPU, {cuda} on CUDA)"
         for (cpu, cuda), names in sorted(pairs.items(), key=lambda item: -len(item[1]))
     )
     tail = f" Not observed for CUDA here: {', '.join(unseen)}." if unseen else ""
     yield note(
         "cpu-against-cuda",
-        f"CPU and CUDA treat {different} of {common} operators differently: {said}.{tail}",
+        f"CPU and CUDA treat {different} of {common} operators differently: {sentence}.{tail}",
         {"different": different, "operators": common},
     )
 
@@ -705,9 +706,9 @@ def tree_table(model: ModelWithLoss, recording: AutocastRecord, title: str) -> T
             return
         shown[id(module)] = path or "the whole"
         # A module that forward itself makes has no hooks.
-        seen = recording.seen.get(id(module), Seen())
-        dtypes = (", ".join(found) for found in (seen.inputs, seen.outputs, seen.gradients))
-        yield (indent + label, type(module).__name__, seen.calls or None, None, *dtypes)
+        of_module = recording.modules.get(id(module), Seen())
+        dtypes = (", ".join(of_kind) for of_kind in (of_module.inputs, of_module.outputs, of_module.gradients))
+        yield (indent + label, type(module).__name__, of_module.calls or None, None, *dtypes)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             full = names[id(parameter)]
             kind = "parameter" if full == _join(path, name) else f"the same as {full}"
@@ -730,7 +731,7 @@ def tree_table(model: ModelWithLoss, recording: AutocastRecord, title: str) -> T
                 rows[0] = (f"{indent}  {members[0]} to {members[-1]}, each", *rows[0][1:])
             yield from rows
 
-    last = ("loss", model.own.loss_name, None, None, ", ".join(recording.output), recording.loss, None)
+    last = ("loss", model.user_module.loss_name, None, None, ", ".join(recording.output), recording.loss, None)
     return Table(title=title, columns=COLUMNS, rows=(*rows_of(type(whole).__name__, whole, "", 0), last))
 
 
@@ -751,16 +752,16 @@ _WHOSE = {"cpu": "the CPU's", "cuda": "CUDA's"}
 
 def study_autocast(
     model: str = TOY,
-    own: str | None = None,
+    factory: str | None = None,
     dtype: str = "bf16",
     device: str = "auto",
     rules: str | None = None,
     *,
     arguments: Mapping[str, Any] | None = None,
 ) -> Answer:
-    """Say what dtype everything has under autocast in the toy network, a preset, or with `own` the user's module.
+    """Say what dtype everything has under autocast in the toy network, a preset, or with `factory` the user's module.
 
-    own: names the module (`training/user_module/`); `arguments` are what its factory is called with. rules: whose rules
+    factory: names the module (`training/user_module/`); `arguments` are what it is called with. rules: whose rules
     autocast goes by, `cpu` or `cuda`; None for the device's own. CUDA's are imitated on a CPU. Raises InputError for a
     device, dtype, module or rules that cannot be used.
     """
@@ -772,7 +773,7 @@ def study_autocast(
     imitated = rules != where.type
     with autocast_region(where.type, low):
         pass  # refused before the model is made
-    looked_at = model_with_loss(model, own, where, arguments=arguments)
+    looked_at = model_with_loss(model, factory, where, arguments=arguments)
     with AsOnCuda() if imitated else contextlib.nullcontext():
         recording = record(looked_at, where, low)
         repeats = record_repeats(looked_at, where, low)

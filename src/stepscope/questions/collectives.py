@@ -214,7 +214,7 @@ def study_collectives(
         done, whole = 0, len(plan.kinds) * len(plan.sizes)
         kept: list[list[RankTimes]] = [[] for _ in range(number)]
 
-        def told(rank: int, stage: str, first: int = i, whole: int = whole) -> None:
+        def report(rank: int, stage: str, first: int = i, whole: int = whole) -> None:
             nonlocal done
             if rank == 0:
                 done += " of " in stage
@@ -229,7 +229,7 @@ def study_collectives(
                 plan,
                 ranks=number,
                 device=device,
-                tell=told,
+                tell=report,
                 keep=keep,
             )
             of_ranks = [msgspec.json.decode(value, type=RankTimes) for value in launched.values]

@@ -679,8 +679,8 @@ def _report(study: CompileStudy) -> Table:
         reasons = (*report.graph_break_reasons, *report.recompile_reasons) if report else ()
         kernels = None if generated is None else round(generated)
         rows.append((cell.name, cell.value, cell.ran, *did, kernels, "; ".join(reasons)))
-    told = ("frames compiled", "graphs", "graph breaks", "recompiles", "limit hit", "from caches")
-    heads = ("cell", "compile", "what ran", *told, "generated kernels", "reasons")
+    counted = ("frames compiled", "graphs", "graph breaks", "recompiles", "limit hit", "from caches")
+    heads = ("cell", "compile", "what ran", *counted, "generated kernels", "reasons")
     return Table(title=REPORT, columns=heads, rows=tuple(rows))
 
 

@@ -480,8 +480,8 @@ def capture_kernels(
     for letter in only:
         choose(letter, list(TABLES), "question")
 
-    def answer(found: Sequence[tuple[Run, Path]]) -> Result:
-        return _of_captures(found, tool, keep_digests, "".join(only))
+    def answer(runs: Sequence[tuple[Run, Path]]) -> Result:
+        return _of_captures(runs, tool, keep_digests, "".join(only))
 
     if from_ is not None:
         refuse_beside("--from", "--where", "--tool", "--keep-digests")
@@ -501,12 +501,12 @@ def capture_kernels(
     return Cells(plan=plan, answer=lambda measured: answer([(run, runs / run.id) for run in measured]))
 
 
-def _of_captures(found: Sequence[tuple[Run, Path]], tool: str, keep: bool, letters: str) -> Result:
+def _of_captures(runs: Sequence[tuple[Run, Path]], tool: str, keep: bool, letters: str) -> Result:
     """The answer from the captures of these runs, each with its directory; with --json what every capture says."""
     from stepscope.traces.captures.digest import digest_beside
 
     cells: list[CapturedCell] = []
-    for run, directory in found:
+    for run, directory in runs:
         try:
             digests = {name: digest_beside(run, directory, name, say=warn, keep=keep) for name in TRACE_TOOLS}
         except InputError as error:
@@ -517,7 +517,7 @@ def _of_captures(found: Sequence[tuple[Run, Path]], tool: str, keep: bool, lette
     if not cells:
         raise InputError("no run here (with these conditions) holds a capture: measure with --record kineto")
     captured = {cell.run.id for cell in cells}
-    ended = [run for run, _ in found if run.id not in captured and run.status != "done"]
+    ended = [run for run, _ in runs if run.id not in captured and run.status != "done"]
     answer = answer_kernels(cells, letters, ended)
 
     def document() -> str:
@@ -532,12 +532,12 @@ def _stored(place: Path, where: Sequence[str]) -> list[tuple[Run, Path]]:
     from stepscope.runs.fields import conditions_in, meeting
 
     conditions = [condition for text in where for condition in conditions_in(text)]
-    found = list(stored_runs([place]))
-    kept, nowhere = meeting([run for run, _ in found], conditions)
+    runs = list(stored_runs([place]))
+    kept, nowhere = meeting([run for run, _ in runs], conditions)
     for sentence in nowhere if kept else ():
         warn(sentence)
     wanted = set(map(id, kept))
-    return [pair for pair in found if id(pair[0]) in wanted]
+    return [pair for pair in runs if id(pair[0]) in wanted]
 
 
 QUESTION = Question(

@@ -455,11 +455,11 @@ class _Read:
 
 
 def study_own_normalisation(
-    *, own: str, arguments: Mapping[str, Any] | None = None, device: str = "cpu", seed: int = 0
+    *, factory: str, arguments: Mapping[str, Any] | None = None, device: str = "cpu", seed: int = 0
 ) -> Answer:
     """Try each way on what the norms of a user's own module read, in every format.
 
-    own: the factory, or the configuration, of the module. Raises InputError for a module without RMSNorm or LayerNorm.
+    factory: that, or the configuration, of the module. Raises InputError for a module without RMSNorm or LayerNorm.
     """
     import torch
 
@@ -467,7 +467,7 @@ def study_own_normalisation(
     from stepscope.recording.environment import resolve_device
 
     on = resolve_device(device)
-    workload = factory_workload(own, arguments, phase="forward-backward", seed=seed)
+    workload = factory_workload(factory, arguments, phase="forward-backward", seed=seed)
     step = step_of(workload, on)
     with _kept(step.model) as rows_read:
         step.prepare()
@@ -477,7 +477,7 @@ def study_own_normalisation(
         for (module, norm, epsilon), rows in rows_read.items()
     ]
     if not reads:
-        raise InputError(f"{own} runs no RMSNorm and no LayerNorm in forward: there is nothing to look at")
+        raise InputError(f"{factory} runs no RMSNorm and no LayerNorm in forward: there is nothing to look at")
     cases: dict[tuple[str, str, str], Deviation] = {}
     for read in reads:
         for name in answers.FEW_BITS:

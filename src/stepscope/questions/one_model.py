@@ -42,7 +42,7 @@ def study_apart(study: str, named: str, arguments: Mapping[str, Any], **options:
     """What a study answers, with these options, of the module that a factory or a configuration makes of these
     arguments."""
     what = f"--model {named}" if is_configuration(named) else f"--module {named}"
-    written = json.dumps({"own": named, "arguments": arguments, **options})
+    written = json.dumps({"factory": named, "arguments": arguments, **options})
     return decode_answer(ask_apart(__name__, named, study, written, what=what, keeps=study in _KEEPING), what)
 
 
@@ -90,9 +90,9 @@ class OneModel:
         """
         named = {name: getattr(self, name) for name in ("model", "module", "arg", "batch_size", "seq_len")}
         requested = OneWorkload({name: value for name, value in named.items() if value not in (None, ())})
-        own = requested.user_workload
-        if own is not None:
-            return study_apart(study, own.factory, own.arguments, seed=self.seed, **options)
+        user_workload = requested.user_workload
+        if user_workload is not None:
+            return study_apart(study, user_workload.factory, user_workload.arguments, seed=self.seed, **options)
         workload = requested.workload(model="tiny", batch_size=4, seq_len=64)
         options |= {"model": workload.model, "batch_size": workload.batch_size, "seq_len": workload.seq_len}
         return study_function(study)(
@@ -109,11 +109,11 @@ def of_own_model(
     takes: what else it reads. batch_size and seq_len: of a config.json's batch; a factory has arguments of its own.
     """
     named = {"module": module, "model": model, "arg": arg, "batch_size": batch_size, "seq_len": seq_len}
-    own = OneWorkload({name: value for name, value in named.items() if value not in (None, ())}).user_workload
-    if own is None:
+    user_workload = OneWorkload({name: value for name, value in named.items() if value not in (None, ())}).user_workload
+    if user_workload is None:
         return None
     refuse_beside("--module" if module else "--model", "--arg", "--batch-size", "--seq-len", *takes)
-    return study_apart(study, own.factory, own.arguments, **options)
+    return study_apart(study, user_workload.factory, user_workload.arguments, **options)
 
 
 def given_ones(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,14 +268,14 @@ AUTOCAST = Question(
 
 
 def parity(
-    tell: Tell, *, asked: OneModel, dtype: str = "fp32", accumulation: tuple[int, ...] | None,
+    tell: Tell, *, step: OneModel, dtype: str = "fp32", accumulation: tuple[int, ...] | None,
     compile: tuple[str, ...] | None, attention: tuple[str, ...] | None, checkpointing: tuple[str, ...] | None,
     device: str,
 ) -> Answer:  # fmt: skip
     """Whether one step gives the same loss and gradients in other micro-batches, compiled, checkpointed, or with
     another attention; and which module departs first where it does not. What is asked for is compared, or all that can
     be."""
-    return asked.answer(
+    return step.answer(
         "parity", tell, dtype=dtype, accumulation=accumulation, compile=compile, attention=attention,
         checkpointing=checkpointing, device=device,
     )  # fmt: skip
@@ -306,10 +306,10 @@ PARITY = Question(
 To = Annotated[str, Option("The precision that one module at a time gets.", WORKLOAD, choices=("bf16", "fp16"))]
 
 
-def shadow(tell: Tell, *, asked: OneModel, to: To = "bf16", device: str) -> Answer:
+def shadow(tell: Tell, *, step: OneModel, to: To = "bf16", device: str) -> Answer:
     """Which module's precision matters: the step again with one module at a time in 16 bits, ranked by the error that
     this makes in the gradients, beside run-to-run noise."""
-    return asked.answer("shadow", tell, to=to, device=device)
+    return step.answer("shadow", tell, to=to, device=device)
 
 
 SHADOW = Question(

@@ -319,8 +319,8 @@ def _lessons(cells: Sequence[SharedCell]) -> Iterator[Finding]:
             if strategy != after or base is None:
                 continue
             ratio = SharedPair(base=base, other=cell).speed_up
-            told = "cannot be told apart" if ratio.undecided else f"is {comparison.times_as_fast(ratio)}"
-            step = f"the step{'s' if ratio.undecided else ''} {told}"
+            verdict = "cannot be told apart" if ratio.undecided else f"is {comparison.times_as_fast(ratio)}"
+            step = f"the step{'s' if ratio.undecided else ''} {verdict}"
             times = f"{format_milliseconds(base.time_s)} to {format_milliseconds(cell.time_s)} ms"
             moves = [f"{step}, {times}"]
             was, now = metrics.exposed_s(base.run), metrics.exposed_s(cell.run)

@@ -170,8 +170,8 @@ def _part_like(whole: Tensor, tensor: Tensor, micro: int, parts: int) -> Tensor 
     return None
 
 
-def _watch(step: ModuleStep, seed: int, told: Told) -> None:
-    watching = _Watching(step, told)
+def _watch(step: ModuleStep, seed: int, report: Told) -> None:
+    watching = _Watching(step, report)
     # Compiled code leaves its graph for hooks.
     outside: Any = torch.compiler.disable if step.compiled else lambda hook: hook
     with replays.hooked(step.model, outside(watching.enter), outside(watching.leave)):
@@ -181,8 +181,8 @@ def _watch(step: ModuleStep, seed: int, told: Told) -> None:
 class _Watching(Recorder):
     """Tells of what goes into each module of a step, what comes out, and of the gradients of that."""
 
-    def __init__(self, step: ModuleStep, told: Told) -> None:
-        self._scaler, self._told = step.scaler, told
+    def __init__(self, step: ModuleStep, report: Told) -> None:
+        self._scaler, self._told = step.scaler, report
         self._micro, self._in_forward = -1, False
         self._calls: Counter[str] = Counter()
 
@@ -240,7 +240,7 @@ class Judged:
     """The plain step that it is held against."""
     variant: StepVariant
     verdict: Verdict
-    found: replays.StepResult | None = None
+    result: replays.StepResult | None = None
     off: Distance | None = None
     """How far it is from the plain step. It stands here, with what it gave, unless the variant does not run; where its
     losses are added up, it is that of the sum."""
@@ -254,9 +254,9 @@ class Judged:
     @property
     def loss(self) -> float | None:
         """Its loss: the mean of its micro-batches', or their sum where that is what they make up."""
-        if self.found is None:
+        if self.result is None:
             return None
-        return sum(self.found.losses) if self.verdict == "agrees, losses added" else self.found.loss
+        return sum(self.result.losses) if self.verdict == "agrees, losses added" else self.result.loss
 
     @property
     def times(self) -> float:
@@ -268,26 +268,26 @@ def judge(plain: Plain, variant: StepVariant) -> Judged:
     """Run a variant and hold it against the plain step."""
     judged = partial(Judged, variant=variant, plain=plain)
     try:
-        found = plain.setting.run(variant)
+        result = plain.setting.run(variant)
     except StepscopeError as error:
         return judged(verdict="fails", failure=str(error))
-    off = replays.distance(found, plain.result)
+    off = replays.distance(result, plain.result)
     if plain.agrees(off):
-        return judged(verdict="agrees", found=found, off=off)
+        return judged(verdict="agrees", result=result, off=off)
     if variant.accumulation > 1:
         if plain.draws:
-            return judged(verdict="draws anew", found=found, off=off)
-        empty = tuple(empty_micro_batches(plain, variant.accumulation)) if not found.is_finite else ()
-        explained = None if empty else explain(plain, variant, found)
+            return judged(verdict="draws anew", result=result, off=off)
+        empty = tuple(empty_micro_batches(plain, variant.accumulation)) if not result.is_finite else ()
+        explained = None if empty else explain(plain, variant, result)
         if explained is not None and not explained.counted:
-            return judged(verdict="agrees, losses added", found=found, off=explained.off, explained=explained)
+            return judged(verdict="agrees, losses added", result=result, off=explained.off, explained=explained)
         if empty or explained:
-            return judged(verdict="departs", found=found, off=off, explained=explained, empty=empty)
+            return judged(verdict="departs", result=result, off=off, explained=explained, empty=empty)
     try:
         departure = find_departure(plain, variant)
     except StepscopeError:  # hooks may be more than a compiler takes; that it departs is known all the same
         departure = None
-    return judged(verdict="departs", found=found, off=off, departure=departure)
+    return judged(verdict="departs", result=result, off=off, departure=departure)
 
 
 # What the ways to run a step show, in sentences.
@@ -337,14 +337,14 @@ def _headline(ran: Sequence[Judged], departing: Sequence[Judged]) -> Finding:
     farthest = max(ran, key=lambda each: each.times)
     assert farthest.off is not None
     if not any(each.off and (each.off.gradients or each.off.loss) for each in ran):
-        said = "to the last bit"
+        amount = "to the last bit"
     else:
-        said = (
+        amount = (
             f"within rounding. With {farthest.variant.name} {_off(farthest)}, where rounding moves the plain step's by "
             f"{share(farthest.plain.gradients)} and {share(farthest.plain.loss)}"
         )
     ways = f"All {len(ran)} ways to run this step give" if len(ran) > 1 else "The one way to run this step gives"
-    return note("parity", f"{ways} what the plain step gives, {said}.", _evidence(farthest))
+    return note("parity", f"{ways} what the plain step gives, {amount}.", _evidence(farthest))
 
 
 def _why(judged: Judged) -> Finding:
@@ -398,17 +398,17 @@ def _first_departure(judged: Judged, departure: Departure) -> Finding:
     compiled = judged.variant.compile != "eager"
     if event is None:
         assert judged.off is not None
-        said = (
+        sentence = (
             f"With {name} all of {departure.compared} tensors that go into modules, come out, and come back as "
             "gradients agree, "
         )
-        said += (
+        sentence += (
             "once the graph is left after each module: the difference is made where operators of several modules are "
             "compiled together."
             if compiled
             else f"and the gradients of parameters do not: {judged.plain.alone(judged.off)[0]} is the farthest."
         )
-        return warning("first-departure", said, {"compared": departure.compared})
+        return warning("first-departure", sentence, {"compared": departure.compared})
     amount = f"by {share(departure.off)}, where rounding moves it by {share(departure.rounding)}"
     before = ""
     if departure.before and not _has_input(departure):
@@ -417,27 +417,27 @@ def _first_departure(judged: Judged, departure: Departure) -> Finding:
         before = f" The last that agrees is {of[last.what]} {_named(last.module)}."
     remedy = ""
     if event.what == "output":
-        said = f"With {name} {_named(event.module)} is the first module to depart: its output is off {amount}"
-        said += ", and what goes into it agrees." if _has_input(departure) else "."
+        sentence = f"With {name} {_named(event.module)} is the first module to depart: its output is off {amount}"
+        sentence += ", and what goes into it agrees." if _has_input(departure) else "."
         module = _module(judged, event.module)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and judged.variant.accumulation > 1:
-            said += (
+            sentence += (
                 f" It is {type(module).__name__} in training mode, whose mean and variance are those of the "
                 "micro-batch: it cannot agree."
             )
             remedy = "use a norm that looks at each sample alone, such as GroupNorm, or keep the micro-batch's size"
     elif event.what == "input":
-        said = (
+        sentence = (
             f"With {name} what goes into {_named(event.module)} is the first to depart, {amount}: it is made by the "
             f"code of {_owner(judged, event.module)} itself, outside of its modules."
         )
     elif departure.before is None:
-        said = (
+        sentence = (
             f"With {name} every module's output agrees, and the first gradient that backward makes, that of "
             f"{_named(event.module)}'s output, is off {amount}: the loss departs, by its normalisation or its own code."
         )
     else:
-        said = (
+        sentence = (
             f"With {name} every module's output agrees; in backward the gradient of {_named(event.module)}'s output is "
             f"the first to depart, {amount}."
         )
@@ -447,7 +447,7 @@ def _first_departure(judged: Judged, departure: Departure) -> Finding:
         if departure.skipped and judged.variant.accumulation > 1
         else ""
     )
-    return warning("first-departure", said + before + skipped, evidence, remedy)
+    return warning("first-departure", sentence + before + skipped, evidence, remedy)
 
 
 def _added(added: Sequence[Judged]) -> Finding:
@@ -487,7 +487,7 @@ def _rounding(plain: Plain) -> Finding:
         if double
         else f"float64 cannot say it ({plain.refused.get('in float64', 'it does not run')})"
     )
-    said = (
+    sentence = (
         f"Rounding moves the gradients of the plain step by {share(plain.gradients)} and its loss by "
         f"{share(plain.loss)}: {beside}, and its weights were moved by a rounding, too. What is up to {FACTOR:g} "
         "times as far away counts as the same."
@@ -497,17 +497,17 @@ def _rounding(plain: Plain) -> Finding:
     if again.gradients > 2.0**-10:
         return warning(
             "parity-rounding",
-            f"{said} The step again, from the same state, is already {share(again.gradients)} away: it keeps a state, "
-            "or draws random numbers that are not PyTorch's, NumPy's or Python's.",
+            f"{sentence} The step again, from the same state, is already {share(again.gradients)} away: it keeps "
+            "a state, or draws random numbers that are not PyTorch's, NumPy's or Python's.",
             evidence,
         )
-    return note("parity-rounding", said, evidence)
+    return note("parity-rounding", sentence, evidence)
 
 
 def _off(judged: Judged) -> str:
     """How far a variant is from the plain step, as a clause."""
-    assert judged.found is not None and judged.off is not None
-    if not judged.found.is_finite:
+    assert judged.result is not None and judged.off is not None
+    if not judged.result.is_finite:
         return "the loss or a gradient is not finite"
     return f"the gradients are off by {share(judged.off.gradients)} and the loss by {share(judged.off.loss)}"
 
@@ -557,7 +557,7 @@ def study_parity(
     batch_size: int = 4,
     seq_len: int = 64,
     seed: int = 0,
-    own: str | None = None,
+    factory: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     dtype: str = "fp32",
     accumulation: Several = None,
@@ -569,29 +569,29 @@ def study_parity(
 ) -> Answer:
     """Hold other ways to run one step against the plain one: eager, in one micro-batch, nothing run again.
 
-    own: the factory of a model of the user's own, or its config.json, in place of a model and its sizes; `arguments`:
+    factory: that of a model of the user's own, or its config.json, in place of a model and its sizes; `arguments`:
     what it is called with. accumulation, compile, attention, checkpointing: the ways; where none is asked for, those
     that the model can run. Raises InputError for a way that cannot be.
     """
-    on, told = resolve_device(device), replays.patient(tell)
+    on, report = resolve_device(device), replays.patient(tell)
     choose(dtype, DTYPES, "dtype")
-    workload = one_step_of(own, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
-    asked = {"accumulation": accumulation, "compile": compile, "attention": attention, "checkpointing": checkpointing}
+    workload = one_step_of(factory, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    ways = {"accumulation": accumulation, "compile": compile, "attention": attention, "checkpointing": checkpointing}
     subject = Subject(workload, on)
     with matmul_precision(dtype), torch.random.fork_rng([on] if on.type == "cuda" else []):  # type: ignore[arg-type]
         setting = Setting(subject=subject, dtype=dtype)  # type: ignore[arg-type]
-        variants = list(_asked(setting, asked) if any(asked.values()) else _usual(setting))
+        variants = list(_asked(setting, ways) if any(ways.values()) else _usual(setting))
         if not variants:
             raise InputError(
                 f"there is no other way to run {subject.name} that is known: its batch cannot be cut in 2 or 4, and it "
                 "has no blocks; ask for one, as in --compile default"
             )
-        told("the plain step", 0.0)
+        report("the plain step", 0.0)
         plain = Plain(setting)
         quiet = Plain(Setting(subject=subject, dtype=dtype, quiet=True)) if plain.draws else plain  # type: ignore[arg-type]
         judged: list[Judged] = []
         for i, variant in enumerate(variants):
-            told(variant.name, (i + 1) / (len(variants) + 1))
+            report(variant.name, (i + 1) / (len(variants) + 1))
             judged.append(judge(quiet if variant.accumulation > 1 else plain, variant))
     return computed_answer(
         on,
@@ -604,14 +604,14 @@ def study_parity(
     )
 
 
-def _asked(setting: Setting, asked: Mapping[str, Several]) -> Iterator[StepVariant]:
+def _asked(setting: Setting, requested: Mapping[str, Several]) -> Iterator[StepVariant]:
     """The ways that were asked for. Raises InputError for one that cannot be."""
     subject = setting.subject
-    for parts in asked["accumulation"] or ():
+    for parts in requested["accumulation"] or ():
         if parts == 1:
             raise InputError("--accumulation 1 is the plain step itself: ask for 2 or more")
         yield _checked(setting, StepVariant(name=f"accumulation {parts}", accumulation=parts))
-    for name in asked["attention"] or ():
+    for name in requested["attention"] or ():
         if not subject.takes_attention:
             choose(name, tuple(BACKENDS), "attention of a model of your own")
             if not _calls_attention(setting):
@@ -620,11 +620,11 @@ def _asked(setting: Setting, asked: Mapping[str, Several]) -> Iterator[StepVaria
                     "scaled_dot_product_attention of PyTorch's; leave it out"
                 )
         yield _checked(setting, StepVariant(name=f"attention {name}", attention=name))
-    for how in asked["checkpointing"] or ():
+    for how in requested["checkpointing"] or ():
         if how == "none":
             raise InputError("--checkpointing none is the plain step itself: ask for selective, attention or every-1")
         yield _checked(setting, StepVariant(name=f"checkpointing {how}", checkpointing=how))
-    for mode in asked["compile"] or ():
+    for mode in requested["compile"] or ():
         yield StepVariant(name=f"compile {mode}", compile=choose(mode, COMPILES[1:], "compile mode"))
 
 
@@ -653,24 +653,24 @@ def _checked(setting: Setting, variant: StepVariant) -> StepVariant:
 class _Attentions(TorchDispatchMode):
     """A mode that sees PyTorch's fused attentions."""
 
-    seen = False
+    called = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.seen = self.seen or "scaled_dot_product" in func._schema.name
+        self.called = self.called or "scaled_dot_product" in func._schema.name
         return func(*args, **(kwargs or {}))
 
 
 def _calls_attention(setting: Setting) -> bool:
     with _Attentions() as attentions:
         replays.run_step(setting.step(), setting.subject.seed)
-    return attentions.seen
+    return attentions.called
 
 
 def _variants(judged: Sequence[Judged]) -> Table:
     def of_those_that_ran(take: Callable[[Judged, Distance], Cell], otherwise: Cell = None) -> Callable[[Judged], Cell]:
-        return lambda each: take(each, each.off) if each.found is not None and each.off is not None else otherwise
+        return lambda each: take(each, each.off) if each.result is not None and each.off is not None else otherwise
 
     return table_by(
         VARIANTS,

@@ -138,12 +138,12 @@ class Plain:
         """Why a way to measure rounding does not run, by its name."""
         for name, make in setting.roundings():
             try:
-                found = run_step(make(), setting.subject.seed)
+                result = run_step(make(), setting.subject.seed)
             except StepscopeError as error:
                 self.refused[name] = str(error)
                 continue
-            if found.is_finite:
-                self.moved[name] = distance(found, self.result)
+            if result.is_finite:
+                self.moved[name] = distance(result, self.result)
             else:
                 self.refused[name] = "its result is not finite"
         # A step in another random state: where it differs from the step again, forward draws random numbers.
@@ -176,9 +176,9 @@ class Plain:
 
     def alone(self, off: Distance) -> tuple[str, float]:
         """The parameter that is farthest for its own rounding, and how many times; ("", 0.0) where none differs."""
-        found = {name: each / (self.of_parameter(name) or _SMALLEST) for name, each in off.parameters.items() if each}
-        worst = max(found, key=found.__getitem__, default="")
-        return worst, found.get(worst, 0.0)
+        ratios = {name: each / (self.of_parameter(name) or _SMALLEST) for name, each in off.parameters.items() if each}
+        worst = max(ratios, key=ratios.__getitem__, default="")
+        return worst, ratios.get(worst, 0.0)
 
     def agrees(self, off: Distance) -> bool:
         """Whether a result so far away is within rounding."""
@@ -211,7 +211,7 @@ class Explained:
         return max(self.counts) / min(self.counts)
 
 
-def explain(plain: Plain, variant: StepVariant, found: StepResult) -> Explained | None:
+def explain(plain: Plain, variant: StepVariant, result: StepResult) -> Explained | None:
     """The weights with which the variant's loss, and then its gradients, are those of the plain step; None if none."""
     parts = variant.accumulation
     # What micro-batches may have different numbers of, and its number in each.
@@ -219,7 +219,7 @@ def explain(plain: Plain, variant: StepVariant, found: StepResult) -> Explained 
     for counted, counts in chain([("", (1,) * parts)], differ):
         whole = 1 if not counted else sum(counts)
         weights = tuple(each / whole for each in counts)
-        loss = sum(weight * each for weight, each in zip(weights, found.losses, strict=True))
+        loss = sum(weight * each for weight, each in zip(weights, result.losses, strict=True))
         if abs(loss - plain.result.loss) > FACTOR * plain.loss * abs(plain.result.loss):
             continue
         off = distance(plain.setting.run(variant, weights), plain.result)
@@ -237,23 +237,23 @@ def empty_micro_batches(plain: Plain, parts: int) -> list[int]:
 
 
 def _counted(plain: Plain, parts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    own = plain.setting.step().user_module
-    batch = own.batches[0]
-    micro = [dict(named_tensors(each)) for each in split(batch, parts, own.name)]
+    user_module = plain.setting.step().user_module
+    batch = user_module.batches[0]
+    micro = [dict(named_tensors(each)) for each in split(batch, parts, user_module.name)]
     for name, whole in named_tensors(batch):
         tensors = [each[name] for each in micro]
         if not whole.dim() or tensors[0].shape == whole.shape:
             continue  # not cut
         label = f"item {name} of the batch" if name.isdigit() else f"`{name}`"
         # A model of language often shifts its targets by one: then the first of each sequence is not looked at.
-        for shift, said in ((0, ""), (1, ", but for the first of each sequence")):
+        for shift, without in ((0, ""), (1, ", but for the first of each sequence")):
             if shift and whole.dim() < 2:
                 continue
-            seen = [each[:, shift:] if shift else each for each in tensors]
+            kept = [each[:, shift:] if shift else each for each in tensors]
             if not whole.is_floating_point() and bool((whole == IGNORED).any()):
-                yield f"targets in {label} that are not {IGNORED}{said}", _number(each != IGNORED for each in seen)
+                yield f"targets in {label} that are not {IGNORED}{without}", _number(each != IGNORED for each in kept)
             if not whole.is_floating_point() or bool(((whole == 0) | (whole == 1)).all()):  # numbers, or a mask
-                yield f"numbers in {label} that are not 0{said}", _number(each != 0 for each in seen)
+                yield f"numbers in {label} that are not 0{without}", _number(each != 0 for each in kept)
 
 
 def _number(masks: Iterator[Tensor]) -> tuple[int, ...]:

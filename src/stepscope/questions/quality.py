@@ -68,11 +68,11 @@ def study_quality(
     planned += quality_training.whole_steps(against, chosen, on, seed)
     text = quality_training.bundled_text()
 
-    def trained(each: "PlannedRun", told: Callable[[int], None]) -> "Trained":
+    def trained(each: "PlannedRun", tell_step: Callable[[int], None]) -> "Trained":
         if each.step is not None:
-            return quality_training.train_whole_step(each.step, chosen, text, device=on, seed=seed, tell_step=told)
+            return quality_training.train_whole_step(each.step, chosen, text, device=on, seed=seed, tell_step=tell_step)
         return quality_training.train(
-            each.variant, chosen, text, device=on, seed=seed, start_seed=each.start_seed, tell_step=told
+            each.variant, chosen, text, device=on, seed=seed, start_seed=each.start_seed, tell_step=tell_step
         )
 
     with _threads(chosen, on):
@@ -156,7 +156,7 @@ OVER_THE_BATCHES = FinalLoss(
 def study_own_quality(
     tell: "Told | None" = None,
     *,
-    own: str,
+    factory: str,
     arguments: Mapping[str, Any] | None = None,
     steps: int | None = None,
     learning_rate: float | None = None,
@@ -166,7 +166,7 @@ def study_own_quality(
 ) -> Answer:
     """Train a user's module in fp32, from other starts too, and in each variant; say where each departs from fp32.
 
-    own: the factory, or the configuration, of the module; `arguments`: what it is called with. Its steps take its
+    factory: that, or the configuration, of the module; `arguments`: what it is called with. Its steps take its
     batches in turn. learning_rate: the highest of AdamW, for a module without an optimizer of its own. A variant that
     fails is left out, and the answer says why. The other arguments are those of `study_quality`. Raises InputError for
     what cannot be run here, and where the module fails in fp32.
@@ -178,7 +178,7 @@ def study_own_quality(
     length, highest = STEPS if steps is None else steps, LEARNING_RATE if learning_rate is None else learning_rate
     quality_training.check_training(length, highest, seed)
     with quality_training.own_randomness(on):
-        subject = quality_training.Subject(own, arguments, on, seed)
+        subject = quality_training.Subject(factory, arguments, on, seed)
         if subject.optimizer is not None and learning_rate is not None:
             raise InputError(
                 f"{subject.name} gives an optimizer of its own, {subject.optimizer}, with its own learning rate: leave "
@@ -221,17 +221,17 @@ def study_own_quality(
 
 
 def _own_learned(outcomes: RunsJudged, subject: "Subject") -> Finding:
-    found, before, learned = outcomes.reference.final_loss, outcomes.bar, outcomes.learned
+    final_loss, before, learned = outcomes.reference.final_loss, outcomes.bar, outcomes.learned
     judged = "so it has learned" if learned else "so it has not learned, and its curves say little"
-    if not math.isfinite(found):
+    if not math.isfinite(final_loss):
         judged = "so it has learned nothing, and there is nothing to compare with"
     other_rate = ", or at another learning rate (--learning-rate)" if subject.optimizer is None else ""
     return Finding(
         kind="reference-learned",
         severity="note" if learned else "warning",
-        sentence=f"fp32 ends at a loss of {found:.4g} over the batches, where it began at {before:.4g}: {judged}.",
+        sentence=f"fp32 ends at a loss of {final_loss:.4g} over the batches, where it began at {before:.4g}: {judged}.",
         remedy="" if learned else f"train longer (--steps){other_rate}",
-        evidence={"batches_loss": found, "loss_before": before},
+        evidence={"batches_loss": final_loss, "loss_before": before},
     )
 
 

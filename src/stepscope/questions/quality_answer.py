@@ -61,8 +61,8 @@ class RunJudged:
         return self.losses[step - 1] if step <= len(self.losses) else None
 
     def above(self, reference: "RunJudged", step: int) -> float | None:
-        own, other = self.at(step), reference.at(step)
-        return None if own is None or other is None else own - other
+        mine, other = self.at(step), reference.at(step)
+        return None if mine is None or other is None else mine - other
 
     @property
     def last(self) -> float:
@@ -193,16 +193,16 @@ def _beside(each: RunJudged, outcomes: RunsJudged) -> Finding:
     kind = "run-beside-fp32" if each.departs is None else "run-departs"
     if each.not_finite_from is not None:
         kind, since = "run-lost", each.not_finite_from
-        said = f"The loss of {each.name} is not finite from step {since} on{known}."
+        text = f"The loss of {each.name} is not finite from step {since} on{known}."
         if judged:
-            said = f"{each.name} departs at step {each.departs}; from step {since} on its loss is not finite{known}."
+            text = f"{each.name} departs at step {each.departs}; from step {since} on its loss is not finite{known}."
     elif judged:
         times = _times(each.final_loss - outcomes.reference.final_loss, outcomes.starts_final)
         departs = "does not depart from fp32" if each.departs is None else f"departs from fp32 at step {each.departs}"
-        said = f"{each.name} {departs}: it {_ends(each, outcomes)} ({times} what starts change){known}."
+        text = f"{each.name} {departs}: it {_ends(each, outcomes)} ({times} what starts change){known}."
     else:
-        said = f"{each.name} {_ends(each, outcomes)}{known}."
-    return note(kind, said, _figures(each, outcomes))
+        text = f"{each.name} {_ends(each, outcomes)}{known}."
+    return note(kind, text, _figures(each, outcomes))
 
 
 def _figures(each: RunJudged, outcomes: RunsJudged) -> dict[str, float | int | str | None]:
@@ -231,12 +231,12 @@ def _times(difference: float, yardstick: float) -> str:
 
 def _known(each: RunJudged) -> str:
     """The end of a sentence: what else was counted of a run."""
-    said = []
+    parts = []
     if each.skipped_steps is not None:
-        said.append(f"{each.skipped_steps} steps were skipped")
+        parts.append(f"{each.skipped_steps} steps were skipped")
     if each.swallowed is not None:
-        said.append(f"{100 * each.swallowed:.3g} % of its last updates changed nothing")
-    return "; " + ", ".join(said) if said else ""
+        parts.append(f"{100 * each.swallowed:.3g} % of its last updates changed nothing")
+    return "; " + ", ".join(parts) if parts else ""
 
 
 def _within(outcomes: RunsJudged) -> Iterator[Finding]:
@@ -327,11 +327,11 @@ def _remedies(runs: dict[str, RunJudged]) -> Iterator[Finding]:
         return
     kept = [each.name for each in remedies if each.departs is None]
     lost = [each.name for each in remedies if each.departs is not None]
-    said = f"{_listed(kept)} {'does' if len(kept) == 1 else 'do'} not" if kept else "no remedy keeps it"
+    text = f"{_listed(kept)} {'does' if len(kept) == 1 else 'do'} not" if kept else "no remedy keeps it"
     but = f"; {_listed(lost)} {'departs' if len(lost) == 1 else 'depart'} too" if lost and kept else ""
     yield note(
         "bf16-remedies",
-        f"Where bf16-pure departs from fp32, {said}{but}.",
+        f"Where bf16-pure departs from fp32, {text}{but}.",
         {each.name: each.departs for each in (nearest, *remedies)},
     )
 

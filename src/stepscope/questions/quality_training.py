@@ -275,8 +275,8 @@ def train_steps(trainee: Trainee, steps: int, scaled: bool, tell_step: Callable[
     zeros: list[Tensor] = []
     lost_updates: list[tuple[Tensor, Tensor]] = []
 
-    def watch(_parameter: Tensor, _before: Tensor, wanted: Tensor, made: Tensor) -> None:
-        lost_updates.append((((made == 0) & (wanted != 0)).sum(), (wanted != 0).sum()))
+    def watch(_parameter: Tensor, _before: Tensor, wanted: Tensor, change: Tensor) -> None:
+        lost_updates.append((((change == 0) & (wanted != 0)).sum(), (wanted != 0).sum()))
 
     def take(step: int) -> Tensor:
         if trainee.rate is not None:
@@ -373,24 +373,24 @@ OTHER_STARTS = 2  # More runs of fp32, each from the parameters of the next seed
 
 
 def planned_runs(
-    asked: Sequence[str] | None, check: Callable[[str, Variant], None], seed: int
+    requested: Sequence[str] | None, check: Callable[[str, Variant], None], seed: int
 ) -> tuple[list[PlannedRun], dict[str, str]]:
     """fp32, fp32 from OTHER_STARTS other starts, and each variant, all if none is asked for; and why each other variant
     is left out.
 
     check: raises InputError for a variant that cannot run. So does this function, for one that was asked for.
     """
-    if asked is not None and not asked:
+    if requested is not None and not requested:
         raise InputError(f"no variant is given: choose of {', '.join(VARIANTS)}")
-    for name in asked or ():
+    for name in requested or ():
         choose(name, tuple(VARIANTS), "variant")
     names: list[str] = []
     left_out: dict[str, str] = {}
-    for name in dict.fromkeys(asked or VARIANTS):
+    for name in dict.fromkeys(requested or VARIANTS):
         try:
             check(name, VARIANTS[name])
         except InputError as error:
-            if asked is not None:
+            if requested is not None:
                 raise
             left_out[name] = str(error).partition(":")[0]
         else:
@@ -460,12 +460,12 @@ def judged_runs(
     started = [curves[each.name] for each in there if each.name == REFERENCE or each.of_starts]
     whole = all(len(curve) == steps and quality_answer.not_finite_from(curve) is None for curve in started)
     apart = quality_answer.starts_apart(started, reach) if whole and len(started) > 1 else None
-    found: list[quality_answer.RunJudged] = []
+    judged: list[quality_answer.RunJudged] = []
     for each in there:
         run, departs = runs[each.name], None
         if apart is not None and each.name != REFERENCE and not each.of_starts:
             departs = quality_answer.departure(run.losses, curves[REFERENCE], apart, window=window, reach=reach)
-        found.append(
+        judged.append(
             quality_answer.RunJudged(
                 name=each.name,
                 of_starts=each.of_starts,
@@ -480,7 +480,7 @@ def judged_runs(
             )
         )
     return quality_answer.RunsJudged(
-        reference=found[0], others=tuple(found[1:]), apart=apart, steps=steps, window=window, reach=reach,
+        reference=judged[0], others=tuple(judged[1:]), apart=apart, steps=steps, window=window, reach=reach,
         seed=planned[0].start_seed, final=final, bar=bar, same_starts=same_starts,
     )  # fmt: skip
 
@@ -506,7 +506,7 @@ def whole_steps(
     Raises InputError for one that trains something else, or that cannot run here.
     """
     base = TextbookWorkload(model=size.model, batch_size=size.batch_size, seq_len=size.seq_len, dtype="fp32", seed=seed)
-    found: dict[str, PlannedRun] = {}
+    planned: dict[str, PlannedRun] = {}
     for change in changes:
         fixed = [f"--{field.replace('_', '-')}" for field in change if field in FIXED or field not in _FIELDS]
         if fixed:
@@ -514,8 +514,8 @@ def whole_steps(
         step = msgspec.structs.replace(base, **change)
         training_step.check_supported(step, device)
         name = f"step {' '.join(step.words(*FIXED))}"
-        found[name] = PlannedRun(name=name, variant=VARIANTS[REFERENCE], start_seed=seed, step=step)
-    return list(found.values())
+        planned[name] = PlannedRun(name=name, variant=VARIANTS[REFERENCE], start_seed=seed, step=step)
+    return list(planned.values())
 
 
 class _Given(Sequence[training_step.Batch]):
@@ -536,12 +536,12 @@ def train_whole_step(
     tell_step: Callable[[int], None] = lambda _step: None,
 ) -> Trained:  # fmt: skip
     """Train on the seed's batches from the seed's start, and judge what came out as every run is judged."""
-    start, given = initial_model(size, seed), _Given(batches(size, text.train, device, seed))
+    start, data = initial_model(size, seed), _Given(batches(size, text.train, device, seed))
     if workload.compile != "eager":
         reset_compilation()
     with own_randomness(device), matmul_precision(workload.dtype):
         step = training_step.AssembledStep(
-            training_step.textbook_parts(workload, device, start.state_dict(), given), workload, device
+            training_step.textbook_parts(workload, device, start.state_dict(), data), workload, device
         )
         step.keep_losses()
         torch.manual_seed(seed)
@@ -590,8 +590,8 @@ def _taken(step: training_step.AssembledStep, size: TrainingSize, trained: Train
 class Subject:
     """A user's own module, made anew for each run, with the batches and the start that all runs share."""
 
-    def __init__(self, own: str, arguments: Mapping[str, Any] | None, device: torch.device, seed: int) -> None:
-        self.workload = factory_workload(own, arguments, phase="forward-backward", seed=seed)
+    def __init__(self, factory: str, arguments: Mapping[str, Any] | None, device: torch.device, seed: int) -> None:
+        self.workload = factory_workload(factory, arguments, phase="forward-backward", seed=seed)
         self.device = device
         step = self._made(VARIANTS[REFERENCE], seed)
         self.name = step.user_module.name
@@ -652,7 +652,7 @@ class OwnTraining:
         self.same_starts = False
         """Whether the factory makes the same parameters with another seed."""
 
-    def run(self, planned: PlannedRun, told: Callable[[int], None]) -> Trained | None:
+    def run(self, planned: PlannedRun, tell_step: Callable[[int], None]) -> Trained | None:
         """Train and judge; None for a run that fails or has no start of its own. Raises InputError where fp32 fails."""
         gc.collect()  # A step and its phases refer to each other, and the run before may still hold its memory.
         try:
@@ -665,7 +665,7 @@ class OwnTraining:
             # So that dropout, and rounding at random, are the same whatever ran before.
             torch.manual_seed(subject.workload.seed)
             with matmul_precision(variant.dtype), user_errors(f"{subject.name} fails in training"):
-                trained = train_steps(self._trainee(step, variant), self._steps, variant.scaled, told)
+                trained = train_steps(self._trainee(step, variant), self._steps, variant.scaled, tell_step)
             trained.final_loss = subject.judged(step)
             return trained
         except InputError as error:
@@ -688,11 +688,11 @@ class OwnTraining:
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             for parameter in module.parameters()
         }
-        own = step.user_module.optimizer
+        optimizer = step.user_module.optimizer
         return Trainee(
             loss=loss,
-            optimizer=own or adamw(list(parameters), variant, step.device),
-            rate=None if own else lambda number: rate_at(number, self._steps, self._learning_rate),
+            optimizer=optimizer or adamw(list(parameters), variant, step.device),
+            rate=None if optimizer else lambda number: rate_at(number, self._steps, self._learning_rate),
             counted=[parameter for parameter in parameters if id(parameter) not in embeddings],
         )
 

@@ -87,11 +87,11 @@ def run_step(step: ModuleStep, seed: int, *recorders: Recorder, weights: Sequenc
         for name, parameter in step.model.named_parameters()
         if parameter.grad is not None
     }
-    found = losses.found
-    factors = weights or [1 / len(found)] * len(found)
-    loss = sum(factor * each for factor, each in zip(factors, found, strict=True))
+    each_loss = losses.values
+    factors = weights or [1 / len(each_loss)] * len(each_loss)
+    loss = sum(factor * each for factor, each in zip(factors, each_loss, strict=True))
     rounding = torch.finfo(step.loss.dtype if step.loss is not None else torch.float32).eps
-    return StepResult(losses=tuple(found), loss=loss, loss_rounding=rounding, gradients=gradients)
+    return StepResult(losses=tuple(each_loss), loss=loss, loss_rounding=rounding, gradients=gradients)
 
 
 @contextlib.contextmanager
@@ -105,17 +105,17 @@ def hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., No
         yield
 
 
-def distance(found: StepResult, reference: StepResult) -> Distance:
+def distance(result: StepResult, reference: StepResult) -> Distance:
     """How far `found` is from `reference`: a missing gradient counts as zero, one that is not finite as infinitely
     far."""
     off, size = {}, []
-    for name in dict.fromkeys((*reference.gradients, *found.gradients)):
+    for name in dict.fromkeys((*reference.gradients, *result.gradients)):
         size.append(_norm(reference.gradients[name]) if name in reference.gradients else 0.0)
-        both = [step.gradients[name].double() for step in (found, reference) if name in step.gradients]
+        both = [step.gradients[name].double() for step in (result, reference) if name in step.gradients]
         off[name] = _norm(both[0] - both[1] if len(both) > 1 else both[0])
     whole = math.hypot(*size)
     return Distance(
-        loss=_relative(abs(found.loss - reference.loss), abs(reference.loss)),
+        loss=_relative(abs(result.loss - reference.loss), abs(reference.loss)),
         gradients=_relative(math.hypot(*off.values()), whole),
         parameters={name: _relative(each, whole) for name, each in off.items()},
     )
@@ -125,11 +125,11 @@ def patient(tell: Callable[[str, float], None] | None) -> Callable[[str, float],
     """A function that passes on what it is told, a name and a share that is done, once the work has taken a while."""
     begun = time.monotonic()
 
-    def told(name: str, share: float) -> None:
+    def report(name: str, share: float) -> None:
         if tell is not None and time.monotonic() - begun > PATIENCE_S:
             tell(name, share)
 
-    return told
+    return report
 
 
 class _Losses(Recorder):
@@ -137,15 +137,15 @@ class _Losses(Recorder):
 
     def __init__(self, step: ModuleStep, weights: Sequence[float]) -> None:
         self._step, self._weights = step, weights
-        self.found: list[float] = []
+        self.values: list[float] = []
 
     def phase_ends(self, name: str) -> None:
         loss = self._step.loss
         if name == FORWARD and loss is not None:
             if self._weights:
                 # The step divides by the number of micro-batches.
-                self._step.loss = loss * (self._weights[len(self.found)] * len(self._weights))
-            self.found.append(loss.item())
+                self._step.loss = loss * (self._weights[len(self.values)] * len(self._weights))
+            self.values.append(loss.item())
 
 
 def _norm(tensor: Tensor) -> float:

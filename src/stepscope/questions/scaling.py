@@ -108,7 +108,7 @@ class _Turn:
 
     scale: float
     """What the step's loss was multiplied by."""
-    taken: bool
+    stepped: bool
     next_scale: float
 
 
@@ -124,7 +124,7 @@ class _Step:
     @property
     def what_happened(self) -> str:
         """What became of the scale, in words; empty where nothing was planted and it stayed, in both alike."""
-        if not self.ours.taken:
+        if not self.ours.stepped:
             return "planted overflow, skipped" if self.planted else "overflow of its own, skipped"
         if self.ours.next_scale > self.ours.scale:
             return "scale grows"
@@ -134,12 +134,12 @@ class _Step:
 
 def study_scaling(
     *, steps: int = 200, growth_interval: int = 20, planted: Sequence[int] | None = None, device: str = "auto",
-    seed: int = 0, own: str | None = None, arguments: Mapping[str, Any] | None = None,
+    seed: int = 0, factory: str | None = None, arguments: Mapping[str, Any] | None = None,
 ) -> Answer:  # fmt: skip
     """Train under fp16 autocast twice, with our scaler and with PyTorch's, and set the two runs side by side.
 
     planted: steps, counted from 1, that are made to overflow; None takes the steps of PLANTED up to `steps`.
-    own: the factory of a module of the user's own that is trained in place of a small network; `arguments`: what it is
+    factory: that of a module of the user's own that is trained in place of a small network; `arguments`: what it is
     called with.
     """
     whole_number(steps, "steps", 1, 100_000)
@@ -150,7 +150,7 @@ def study_scaling(
         whole_number(step, "a planted overflow's step", 1, steps)
     on = resolve_device(device)
     precision = {"dtype": "fp16", "phase": "forward-backward"}
-    workload = None if own is None else factory_workload(own, arguments, **precision, seed=seed)
+    workload = None if factory is None else factory_workload(factory, arguments, **precision, seed=seed)
     with one_thread() if workload is None else contextlib.nullcontext():
         both = [
             _regression(seed, on) if workload is None else _user_module(step_of(workload, on), seed) for _ in range(2)
@@ -245,12 +245,12 @@ def _trace(
         for trainee, scaled in zip(trainees, (scaler.scaled, grad_scaler.scale), strict=True):
             trainee.model.zero_grad(set_to_none=True)
             scaled(trainee.loss(number in planted)).backward()
-        taken = scaler.step(our_optimizer)
+        stepped = scaler.step(our_optimizer)
         scaler.update()
         moves.clear()
         grad_scaler.step(their_optimizer)
         grad_scaler.update()
-        ours_now = _Turn(scale, taken, scaler.scale)
+        ours_now = _Turn(scale, stepped, scaler.scale)
         theirs_now = _Turn(their_scale, bool(moves), grad_scaler.get_scale())
         trace.append(_Step(number, number in planted, ours_now, theirs_now))
     same = all(torch.equal(a, b) for a, b in zip(*parameters, strict=True))
@@ -267,7 +267,7 @@ def _changes(trace: list[_Step]) -> Table:
             "scale": lambda step: step.ours.scale,
             "scale after": lambda step: step.ours.next_scale,
             "GradScaler after": lambda step: step.theirs.next_scale,
-            "GradScaler skipped": lambda step: not step.theirs.taken,
+            "GradScaler skipped": lambda step: not step.theirs.stepped,
             "same": lambda step: step.ours == step.theirs,
         },
     )
@@ -277,7 +277,7 @@ def _totals(trace: list[_Step], same_parameters: bool) -> Table:
     both = [step.ours for step in trace], [step.theirs for step in trace]
     rows: tuple[tuple[Cell, ...], ...] = (
         ("steps", len(trace), len(trace)),
-        ("skipped steps", *(sum(not turn.taken for turn in turns) for turns in both)),
+        ("skipped steps", *(sum(not turn.stepped for turn in turns) for turns in both)),
         ("last scale", *(turns[-1].next_scale for turns in both)),
         ("highest scale", *(max(turn.scale for turn in turns) for turns in both)),
         ("parameters at the end", "the same" if same_parameters else "different", ""),
@@ -293,26 +293,26 @@ def _panel(trace: list[_Step]) -> Panel:
 
 
 def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -> Iterator[Finding]:
-    skipped = [step for step in trace if not step.ours.taken]
-    own = [step for step in skipped if not step.planted]
+    skipped = [step for step in trace if not step.ours.stepped]
+    unplanted = [step for step in skipped if not step.planted]
     grown = sum(step.ours.next_scale > step.ours.scale for step in trace)
     ends = trace[-1].ours.next_scale
-    planted = len(skipped) - len(own)
+    planted = len(skipped) - len(unplanted)
     grew = "The scale never grew"
     if grown:
         times = "once" if grown == 1 else f"{grown} times"
         grew = f"The scale grew {times}, after {growth_interval} steps without an overflow each time"
     yield note(
         "loss-scale-trace",
-        f"Skipped: {len(skipped)} of {len(trace)} steps, {planted} with a planted overflow, {len(own)} "
+        f"Skipped: {len(skipped)} of {len(trace)} steps, {planted} with a planted overflow, {len(unplanted)} "
         f"because the scale itself was too large. {grew}, and ends at {ends:g}.",
-        {"skipped": len(skipped), "planted": planted, "own": len(own), "grown": grown, "last_scale": ends},
+        {"skipped": len(skipped), "planted": planted, "own": len(unplanted), "grown": grown, "last_scale": ends},
     )
-    if own:
-        scales = sorted({step.ours.scale for step in own})
+    if unplanted:
+        scales = sorted({step.ours.scale for step in unplanted})
         lowest, highest = scales[0], scales[-1]
         at = f"a scale of {lowest:g}" if lowest == highest else f"scales from {lowest:g} to {highest:g}"
-        times = "once" if len(own) == 1 else f"{len(own)} times"
+        times = "once" if len(unplanted) == 1 else f"{len(unplanted)} times"
         yield note(
             "loss-scale-ceiling",
             f"Where nothing was planted the gradients overflowed fp16 at {at}, "
@@ -321,10 +321,10 @@ def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -
         )
     different = [step.number for step in trace if step.ours != step.theirs]
     if different or not same_parameters:
-        said = f"differ first at step {different[0]}" if different else "agree, but the parameters do not"
+        comparison = f"differ first at step {different[0]}" if different else "agree, but the parameters do not"
         yield error(
             "loss-scale-agreement",
-            f"Our scaler and torch.amp.GradScaler {said}.",
+            f"Our scaler and torch.amp.GradScaler {comparison}.",
             {"first_different_step": different[0] if different else None, "different": len(different)},
         )
         return

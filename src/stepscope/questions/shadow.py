@@ -81,7 +81,7 @@ def find_parts(step: ModuleStep, seed: int) -> Parts:
         grouped.setdefault((LOSS if path is None else folded(path), kind), []).extend([] if path is None else [path])
     names = {key: paths[0] if len(paths) == 1 and paths[0] else key[0] for key, paths in grouped.items()}
     several = Counter(names.values())
-    found = tuple(
+    parts = tuple(
         Part(
             name=f"{names[key]} ({key[1]})" if several[names[key]] > 1 else names[key],
             kind=key[1],
@@ -92,7 +92,7 @@ def find_parts(step: ModuleStep, seed: int) -> Parts:
     )
     inside = {path for path in seeing.called if any(_is_inside(other, path) for other in seeing.called)}
     idle = {folded(path): None for path in seeing.called if path not in seeing.widest and path not in inside}
-    return Parts(computing=found, called=frozenset(seeing.called), idle=tuple(idle))
+    return Parts(computing=parts, called=frozenset(seeing.called), idle=tuple(idle))
 
 
 def nearest_inside(path: str, called: frozenset[str]) -> list[str]:
@@ -186,20 +186,20 @@ class CastLoss:
 
 
 @contextlib.contextmanager
-def computing_in(low: torch.dtype, own: UserModule, parts: Sequence[Part], found: Parts) -> Iterator[None]:
+def computing_in(low: torch.dtype, user_module: UserModule, parts: Sequence[Part], modules: Parts) -> Iterator[None]:
     """While open, the own operators of these parts take inputs, parameters and buffers in `low`, and what they give is
     given on in its own dtype. Modules inside of them that are no such part compute as given."""
     with contextlib.ExitStack() as stack:
         guarded: list[tuple[nn.Module, _Cast]] = []
         for part in parts:
-            if part.name == LOSS and isinstance(own.loss, CastLoss):
-                own.loss.low = low
-                stack.callback(setattr, own.loss, "low", None)
+            if part.name == LOSS and isinstance(user_module.loss, CastLoss):
+                user_module.loss.low = low
+                stack.callback(setattr, user_module.loss, "low", None)
             for path in part.paths:
-                module, inside = own.module.get_submodule(path), nearest_inside(path, found.called)
-                cast = _Cast(low, _owners(own.module, path, found.called))
+                module, inside = user_module.module.get_submodule(path), nearest_inside(path, modules.called)
+                cast = _Cast(low, _owners(user_module.module, path, modules.called))
                 stack.enter_context(_replaced_forward(module, cast.lowering))
-                guarded += [(own.module.get_submodule(each), cast) for each in inside]
+                guarded += [(user_module.module.get_submodule(each), cast) for each in inside]
         # Outside of what lowers a module that is a part itself: it is raised first, which changes no number.
         for module, cast in guarded:
             stack.enter_context(_replaced_forward(module, cast.guarding))
@@ -264,24 +264,24 @@ def _owners(model: nn.Module, path: str, called: frozenset[str]) -> list[nn.Modu
     """The module, and those inside of it that never run: it takes their parameters itself."""
     module = model.get_submodule(path)
     inside = nearest_inside(path, called)
-    found = [module]
+    owners = [module]
     for below, other in module.named_modules(prefix=path):
         if other is not module and not any(below == each or below.startswith(f"{each}.") for each in inside):
-            found.append(other)
-    return found
+            owners.append(other)
+    return owners
 
 
 @contextlib.contextmanager
 def _replaced_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    own = module.__dict__.get("forward")
+    instance_forward = module.__dict__.get("forward")
     module.forward = make(module.forward)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        if own is None:
+        if instance_forward is None:
             del module.forward
         else:
-            module.forward = own  # type: ignore[method-assign]
+            module.forward = instance_forward  # type: ignore[method-assign]
 
 
 def _is_wider(tensor: Tensor, low: torch.dtype) -> bool:
@@ -289,8 +289,8 @@ def _is_wider(tensor: Tensor, low: torch.dtype) -> bool:
 
 
 def _widest(value: Any) -> torch.dtype:
-    found = [leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return max(found, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
+    dtypes = [leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
 
 
 def _lowered(value: Any, low: torch.dtype) -> Any:
@@ -412,24 +412,24 @@ def _headline(ranking: Ranking, ran: list[Ranked], above: list[Ranked]) -> Findi
         "worst_off": first.worst_off,
     }
     together = f" ({len(first.part.paths)} modules together)" if len(first.part.paths) > 1 else ""
-    said = f"`{first.part.name}`{together} is the most sensitive to its precision: alone in {ranking.to} "
+    text = f"`{first.part.name}`{together} is the most sensitive to its precision: alone in {ranking.to} "
     if first.finite:
-        said += f"it moves the gradients by {share(first.error)}, those of {first.worst} by {share(first.worst_off)}"
+        text += f"it moves the gradients by {share(first.error)}, those of {first.worst} by {share(first.worst_off)}"
     else:
-        said += "it makes them not finite"
+        text += "it makes them not finite"
     if len(ran) > 1:
         second = ran[1]
         evidence["second"], evidence["second_off"] = second.part.name, second.error
         times = f", {first.error / second.error:.3g} times as far" if 0 < second.error < float("inf") else ""
-        said += f"; the next, `{second.part.name}`, by {share(second.error)}{times if first.finite else ''}"
+        text += f"; the next, `{second.part.name}`, by {share(second.error)}{times if first.finite else ''}"
     if ranking.at_once is not None:
         evidence["all_at_once"] = ranking.at_once.error
-        said += (
+        text += (
             f". All at once move them by {share(ranking.at_once.error)}"
             if ranking.at_once.finite
             else (". All at once make them not finite")
         )
-    return note("shadow", f"{said}; {_noise(ranking)}.", evidence)
+    return note("shadow", f"{text}; {_noise(ranking)}.", evidence)
 
 
 def _layers(ranking: Ranking) -> Finding:
@@ -469,18 +469,18 @@ _SCALES = (16, 12, 8, 4, 0)
 
 def study_shadow(
     *, to: str = "bf16", model: ModelConfig | None = None, batch_size: int = 4, seq_len: int = 64, seed: int = 0,
-    own: str | None = None, arguments: Mapping[str, Any] | None = None, device: str = "auto",
+    factory: str | None = None, arguments: Mapping[str, Any] | None = None, device: str = "auto",
     tell: Callable[[str, float], None] | None = None,
 ) -> Answer:  # fmt: skip
     """Rank the modules of a step by the error that each makes in the gradients, alone in bf16 or fp16.
 
-    own: the factory of a model of the user's own, or its config.json, in place of a model and its sizes; `arguments`:
+    factory: that of a model of the user's own, or its config.json, in place of a model and its sizes; `arguments`:
     what it is called with. Raises InputError where nothing can be changed.
     """
-    low, on, told = dtype_of(choose(to, LOW, "precision")), resolve_device(device), replays.patient(tell)
-    workload = one_step_of(own, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    low, on, report = dtype_of(choose(to, LOW, "precision")), resolve_device(device), replays.patient(tell)
+    workload = one_step_of(factory, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
     with torch.random.fork_rng([on] if on.type == "cuda" else []):
-        replay = Replay(Subject(workload, on), low, told)
+        replay = Replay(Subject(workload, on), low, report)
         ranking = replay.ranking(to)
     settings: dict[str, Cell] = {**workload.named, "seed": seed, "to": to, "run-to-run noise": digits(ranking.noise)}
     if replay.scale:
@@ -502,17 +502,17 @@ def study_shadow(
 class Replay:
     """A step that runs again from one state, each time with other parts in 16 bits."""
 
-    def __init__(self, subject: Subject, low: torch.dtype, told: Callable[[str, float], None]) -> None:
-        self.subject, self._low, self._told = subject, low, told
+    def __init__(self, subject: Subject, low: torch.dtype, report: Callable[[str, float], None]) -> None:
+        self.subject, self._low, self._told = subject, low, report
         # A loss outside of forward becomes one that can be cast.
         self._step = subject.step(
-            adapt=lambda own: own if own.loss is None else dataclasses.replace(own, loss=CastLoss(own.loss))
+            adapt=lambda its: its if its.loss is None else dataclasses.replace(its, loss=CastLoss(its.loss))
         )
         self.quiet = tuple(replays.drawing_modules(self._step.model))
         replays.without_dropout(self._step.model)
         self._buffers = [(buffer, buffer.clone()) for buffer in self._step.model.buffers()]
         self.scale = 0
-        told("the step as given", 0.0)
+        report("the step as given", 0.0)
         self._found = find_parts(self._step, subject.seed)
         self._given = self._run(())
         if not self._given.is_finite:
@@ -546,10 +546,10 @@ class Replay:
 
     def _ranked(self, part: Part, changed: Sequence[Part]) -> Ranked:
         try:
-            found = self._run(changed)
+            result = self._run(changed)
         except StepscopeError as error:
             return Ranked(part=part, refused=str(error))
-        off = replays.distance(found, self._given)
+        off = replays.distance(result, self._given)
         # A parameter whose gradient is next to zero does not count: what is left of it is rounding.
         norms = {name: float(each.double().norm()) for name, each in self._given.gradients.items()}
         whole = sum(each**2 for each in norms.values()) ** 0.5
@@ -560,7 +560,7 @@ class Replay:
         }
         worst = max(for_its_size, key=for_its_size.__getitem__, default="")
         worst_off = for_its_size.get(worst, 0.0)
-        return Ranked(part=part, off=off, finite=found.is_finite, worst=worst, worst_off=worst_off)
+        return Ranked(part=part, off=off, finite=result.is_finite, worst=worst, worst_off=worst_off)
 
     def _run(self, changed: Sequence[Part], seed: int | None = None) -> replays.StepResult:
         with torch.no_grad():

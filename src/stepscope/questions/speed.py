@@ -515,8 +515,8 @@ def dtypes_here(dtypes: Sequence[str], device_type: str) -> tuple[tuple[str, ...
     lacking = tuple(dtype for dtype in dtypes if device_type == "cpu" and dtype == "tf32")
     here = tuple(dtype for dtype in dtypes if dtype not in lacking)
     if len(here) < 2:
-        told = f" ({', '.join(lacking)}: not on a CPU)" if lacking else ""
-        raise InputError(f"nothing to compare {BASELINE} with{told}: name another dtype, as in --dtype fp32,bf16")
+        left = f" ({', '.join(lacking)}: not on a CPU)" if lacking else ""
+        raise InputError(f"nothing to compare {BASELINE} with{left}: name another dtype, as in --dtype fp32,bf16")
     return here, lacking
 
 

@@ -22,12 +22,12 @@ def factory_workload(factory: str, arguments: Mapping[str, Any] | None, **choice
 
 
 def one_step_of(
-    own: str | None, arguments: Mapping[str, Any] | None, *, model: ModelConfig | None, batch_size: int, seq_len: int,
-    seed: int,
+    factory: str | None, arguments: Mapping[str, Any] | None, *,
+    model: ModelConfig | None, batch_size: int, seq_len: int, seed: int,
 ) -> Workload:  # fmt: skip
     """The workload of one forward and backward: of a module of the user's own, or of the textbook's in these sizes."""
-    if own is not None:
-        return factory_workload(own, arguments, phase="forward-backward", seed=seed)
+    if factory is not None:
+        return factory_workload(factory, arguments, phase="forward-backward", seed=seed)
     sizes = model or configure("tiny")
     return TextbookWorkload(model=sizes, batch_size=batch_size, seq_len=seq_len, phase="forward-backward", seed=seed)
 

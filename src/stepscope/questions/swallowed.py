@@ -71,14 +71,14 @@ class Tally:
     """Two lists for the last step, by parameter tensor: magnitudes of the wanted updates, and half a unit in the last
     place of the parameters."""
 
-    def add(self, wanted: Tensor, made: Tensor) -> None:
-        nothing = (made == 0) & (wanted != 0)
+    def add(self, wanted: Tensor, change: Tensor) -> None:
+        nothing = (change == 0) & (wanted != 0)
         self.wanted += int((wanted != 0).sum())
         self.swallowed += int(nothing.sum())
         exact = wanted.double()
         self.square += float(exact.square().sum())
         self.square_swallowed += float(exact[nothing].square().sum())
-        self.along += float((exact * made.double()).sum())
+        self.along += float((exact * change.double()).sum())
 
     @property
     def median_update(self) -> float:
@@ -122,12 +122,12 @@ class _Trained:
 def study_swallowed(
     *, model: ModelConfig | None = None, steps: int = 40, learning_rates: Sequence[float] = LEARNING_RATES,
     remedies_at: float = REMEDIES_AT, batch_size: int = 4, seq_len: int = 32, device: str = "auto", seed: int = 0,
-    own: str | None = None, arguments: Mapping[str, Any] | None = None,
+    factory: str | None = None, arguments: Mapping[str, Any] | None = None,
 ) -> Answer:  # fmt: skip
     """Count swallowed updates by layer and learning rate; at one learning rate, compare the remedies.
 
     Every run has the same seed, batches and start: the fp32 one begins at the bf16 ones' rounded parameters.
-    own: the factory of a module of the user's own, in place of a model and its sizes; `arguments`: what it is called
+    factory: that of a module of the user's own, in place of a model and its sizes; `arguments`: what it is called
     with. AdamW trains it, whatever optimizer comes with it.
     """
     whole_number(steps, "steps", 1, 100_000)
@@ -138,8 +138,8 @@ def study_swallowed(
             raise InputError(f"the learning rate {rate!r} is not a positive number: choose one as 1e-4")
     on = resolve_device(device)
     workload: Workload
-    if own is not None:
-        workload = factory_workload(own, arguments, dtype="bf16-pure", optimizer="adamw-loop", seed=seed)
+    if factory is not None:
+        workload = factory_workload(factory, arguments, dtype="bf16-pure", optimizer="adamw-loop", seed=seed)
     else:
         workload = TextbookWorkload(
             model=model or configure("tiny", d_model=64, d_ff=256, layers=2, vocabulary=256),
@@ -190,19 +190,19 @@ def _train(workload: Workload, name: str, rate: float, steps: int, device: torch
     def layer(parameter: str) -> str:
         return layer_of(parameter) if workload.sizes is not None else module_of(parameter.rpartition(".")[0])
 
-    def watch(parameter: Tensor, before: Tensor, wanted: Tensor, made: Tensor) -> None:
+    def watch(parameter: Tensor, before: Tensor, wanted: Tensor, change: Tensor) -> None:
         of_layer = trained.by_layer.setdefault(layer(names[parameter]), Tally())
         for tally in (of_layer, trained.by_step[-1], trained.total):
-            tally.add(wanted, made)
+            tally.add(wanted, change)
         if len(trained.by_step) == steps:
             for tally in (of_layer, trained.total):
                 tally.last_updates.append(wanted.abs().flatten())
                 tally.last_half_units.append(half_unit(before).flatten())
 
     if keeping is None:
-        own, step.optimizer = None, torch.optim.AdamW(names, lr=rate, foreach=False)
+        adamw, step.optimizer = None, torch.optim.AdamW(names, lr=rate, foreach=False)
     else:
-        own = step.optimizer = AdamWBf16Parameters(names, keeping=keeping, lr=rate, watch=watch)
+        adamw = step.optimizer = AdamWBf16Parameters(names, keeping=keeping, lr=rate, watch=watch)
     # So that rounding at random is the same whatever ran before.
     torch.manual_seed(workload.seed)
     for _ in range(steps):
@@ -212,7 +212,7 @@ def _train(workload: Workload, name: str, rate: float, steps: int, device: torch
         assert step.loss is not None
         trained.losses.append(float(step.loss))
     trained.used = [parameter.detach().float().clone() for parameter in names]
-    trained.held = trained.used if own is None else [own.held(parameter) for parameter in names]
+    trained.held = trained.used if adamw is None else [adamw.held(parameter) for parameter in names]
     return trained
 
 
@@ -259,12 +259,12 @@ def _outcomes(workload: Workload, runs: dict[str, _Trained], device: torch.devic
     way = _distance(exact, start)
     if not way:
         raise InputError("no parameter moves in fp32: every gradient of these steps is zero; give another batch")
-    found = []
+    outcomes = []
     for name, run in runs.items():
         for parameter, value in zip(parameters, run.used, strict=True):
             parameter.data.copy_(value)
         total = run.total if run.total.wanted else None
-        found.append(
+        outcomes.append(
             _Outcome(
                 name=name,
                 bytes_per_parameter=_RUNS[name][1],
@@ -275,7 +275,7 @@ def _outcomes(workload: Workload, runs: dict[str, _Trained], device: torch.devic
                 progress=None if total is None else total.progress,
             )
         )
-    return found
+    return outcomes
 
 
 def _distance(one: list[Tensor], other: list[Tensor]) -> float:

@@ -87,20 +87,20 @@ def study_underflow(
     format_name: str = "fp16",
     device: str = "auto",
     seed: int = 0,
-    own: str | None = None,
+    factory: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> Answer:
     """Hold a step's gradients in fp32 against every format; for one format also by kind of module, and as observed.
 
-    own: the factory of a model of the user's own, in place of a model and its sizes; `arguments`: what it is called
+    factory: that of a model of the user's own, in place of a model and its sizes; `arguments`: what it is called
     with.
     """
     choose(format_name, COMPARED, "format")
     chosen, on = float_format(format_name), resolve_device(device)
-    workload = one_step_of(own, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    workload = one_step_of(factory, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
     by_sizes(workload, lambda sized: check_room(sized, on, bytes_per_parameter=_STEP_BYTES))
-    found = gradients_of(workload, on)
-    everything = [each.magnitudes for each in found if each.magnitudes.numel()]
+    gradients = gradients_of(workload, on)
+    everything = [each.magnitudes for each in gradients if each.magnitudes.numel()]
     largest = max(float(values[-1]) for values in everything)
     best = {
         name: best_scale(largest, FORMATS[name]) if shares_of(everything, FORMATS[name]).below_normal else 0
@@ -111,15 +111,15 @@ def study_underflow(
         (name, scale): shares_of(everything, FORMATS[name], scale) for name in COMPARED for scale in scales_of[name]
     }
     scales = scales_of[format_name]
-    observed = _observed(workload, on, found, format_name, scales)
+    observed = _observed(workload, on, gradients, format_name, scales)
     kinds = [
         (each.kind, each.of, f"2**{scale}", *_cells(shares_of([each.magnitudes], chosen, scale)))
-        for each in found
+        for each in gradients
         for scale in scales
     ]
     formats = [(name, f"2**{scale}", scale == best[name], *_cells(each)) for (name, scale), each in shares.items()]
     tables = [
-        _ranges(found),
+        _ranges(gradients),
         Table(
             title="Non-zero gradients of parameters and activations, by format",
             columns=("format", "loss scale", "best", *_SHARES),
@@ -141,7 +141,7 @@ def study_underflow(
         question="Which gradients of a training step vanish in a format, and which loss scale saves them?",
         settings=settings,
         tables=tables,
-        panels=(_panel(found, of, chosen) for of in _OF),
+        panels=(_panel(gradients, of, chosen) for of in _OF),
         findings=_findings(everything, shares, best, observed, format_name),
     )
 
@@ -155,11 +155,11 @@ def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> li
     kind_of = kind_of_module if workload.sizes is not None else layers_folded(step.model)
     # The study multiplies by a scale of its own choosing.
     step.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**scale)
-    found: dict[tuple[str, str], Gradients] = {}
+    by_place: dict[tuple[str, str], Gradients] = {}
 
     def keep(of: str, name: str, module: str, gradient: Tensor) -> None:
         kind = kind_of(module)
-        found.setdefault((of, kind), Gradients(kind, of, {})).tensors[name] = gradient.detach()
+        by_place.setdefault((of, kind), Gradients(kind, of, {})).tensors[name] = gradient.detach()
 
     def watch(name: str, output: object) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
@@ -175,7 +175,7 @@ def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> li
     for name, parameter in step.model.named_parameters():
         if parameter.grad is not None:
             keep("parameters", name, name.rpartition(".")[0], parameter.grad)
-    kinds = sorted(found.values(), key=lambda each: (_OF.index(each.of), each.kind))
+    kinds = sorted(by_place.values(), key=lambda each: (_OF.index(each.of), each.kind))
     if workload.dtype == "fp32":
         smaller, larger = "choose a smaller --model", "choose a larger --batch-size or --seq-len"
         if workload.factory:
@@ -225,8 +225,8 @@ def shares_of(magnitudes: Iterable[Tensor], number: FloatFormat, scale: int = 0)
         below_normal, below_subnormal = torch.searchsorted(values, limits).tolist()
         becomes_zero = int(torch.searchsorted(values, zero, right=True))
         overflows = values.numel() - int(torch.searchsorted(values, top, right=tie_is_finite))
-        found = (below_normal, below_subnormal, becomes_zero, overflows)
-        counts = [before + here for before, here in zip(counts, found, strict=True)]
+        classes = (below_normal, below_subnormal, becomes_zero, overflows)
+        counts = [before + here for before, here in zip(counts, classes, strict=True)]
         total += values.numel()
     below_normal, below_subnormal, becomes_zero, overflows = (count / max(1, total) for count in counts)
     return Shares(below_normal, below_subnormal, becomes_zero, overflows)
@@ -245,9 +245,9 @@ def _cells(shares: Shares) -> tuple[Cell, ...]:
     return tuple(digits(100 * share) for share in dataclasses.astuple(shares))
 
 
-def _ranges(found: list[Gradients]) -> Table:
+def _ranges(gradients: list[Gradients]) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for each in found:
+    for each in gradients:
         counts, total, nonzero = exponents(each.magnitudes), each.total, each.magnitudes.numel()
         ends = (min(counts), _median(counts), max(counts)) if counts else (None, None, None)
         rows.append((each.kind, each.of, total, digits(100 * (1 - nonzero / total)), *ends))
@@ -273,12 +273,12 @@ def _observed(
     cast = msgspec.structs.replace(workload, dtype=format_name)
     rows: list[tuple[Cell, ...]] = []
     for scale in scales:
-        found = {(each.of, each.kind): each.tensors for each in gradients_of(cast, device, scale)}
+        by_place = {(each.of, each.kind): each.tensors for each in gradients_of(cast, device, scale)}
         for of in _OF:
             counts = torch.zeros(3, dtype=torch.int64)
             for each in (each for each in exact if each.of == of):
                 for name, tensor in each.tensors.items():
-                    here, there = found.get((of, each.kind), {}).get(name), tensor != 0
+                    here, there = by_place.get((of, each.kind), {}).get(name), tensor != 0
                     if here is None:
                         continue  # a module whose output is no tensor, or has no gradient, under autocast
                     lost, broken = there & (here == 0), there & ~here.isfinite()
@@ -288,10 +288,10 @@ def _observed(
     return tuple(rows)
 
 
-def _panel(found: list[Gradients], of: str, number: FloatFormat) -> Panel:
+def _panel(gradients: list[Gradients], of: str, number: FloatFormat) -> Panel:
     """Histograms by kind of module, with upright lines where the format ends."""
     points: list[tuple[str, float, float]] = []
-    for each in found:
+    for each in gradients:
         if each.of == of and (counts := exponents(each.magnitudes)):
             total = counts.total()
             points += [(each.kind, float(k), counts[k] / total) for k in range(min(counts), max(counts) + 1)]
@@ -340,7 +340,7 @@ def _of_format(name: str, by_scale: dict[int, Shares], best: int) -> Finding:
         "below_normal_at_largest_scale": fitted.below_normal,
     }
     if plain.below_normal == 0 and plain.overflows == 0:
-        said = f"{name} holds every gradient of this step as a normal number: no loss scale is needed."
+        sentence = f"{name} holds every gradient of this step as a normal number: no loss scale is needed."
     else:
         scaled = "; ".join(
             f"with the loss times 2**{scale} {_share(each.becomes_zero)} become zero"
@@ -348,13 +348,13 @@ def _of_format(name: str, by_scale: dict[int, Shares], best: int) -> Finding:
             for scale, each in by_scale.items()
             if scale not in (0, best)
         )
-        said = (
+        sentence = (
             f"In {name} {_share(plain.becomes_zero)} of the gradients become zero and {_share(plain.below_normal)} lie "
             f"below its smallest normal number; {scaled}. The largest power of two that lets "
             f"none overflow is 2**{best}: {_share(fitted.becomes_zero)} become zero then, and "
             f"{_share(fitted.below_normal)} lie below the smallest normal."
         )
-    return note("gradient-underflow", said, evidence)
+    return note("gradient-underflow", sentence, evidence)
 
 
 def _share(share: float) -> str:
@@ -362,14 +362,14 @@ def _share(share: float) -> str:
 
 
 def _seen(observed: tuple[tuple[Cell, ...], ...], name: str, shares: dict[tuple[str, int], Shares]) -> Finding:
-    said, evidence = [], {}
+    parts, evidence = [], {}
     for (scale, _, of_parameters, _), (_, _, of_activations, broken) in zip(observed[::2], observed[1::2], strict=True):
         lost = f"{of_parameters:g} % of those of parameters and {of_activations:g} % of those of activations"
-        said.append(f"{lost} with the loss times {scale}" + (f" ({broken:g} % not finite)" if broken else ""))
+        parts.append(f"{lost} with the loss times {scale}" + (f" ({broken:g} % not finite)" if broken else ""))
         evidence |= {f"{scale}_parameters_percent": of_parameters, f"{scale}_activations_percent": of_activations}
     return note(
         "gradients-observed",
-        f"Under autocast to {name} gradients came out as zero that are not zero in fp32: {'; '.join(said)}. "
+        f"Under autocast to {name} gradients came out as zero that are not zero in fp32: {'; '.join(parts)}. "
         f"Without a scale the histogram foretells {_share(shares[name, 0].becomes_zero)} of both together.",
         evidence,
     )

@@ -81,7 +81,7 @@ class BackwardRanges:
 
     def attach(self, root: Node, notes: SequenceNotes) -> int:
         """Hook every node below `root`; returns how many there are."""
-        seen, waiting = {root}, [root]
+        reached, waiting = {root}, [root]
         while waiting:
             node = waiting.pop()
             below = [edge for edge, _ in node.next_functions if edge is not None]
@@ -95,10 +95,10 @@ class BackwardRanges:
             self._handles.append(node.register_prehook(lambda _gradients, names=names: self._open(names)))
             if not below:
                 self._handles.append(node.register_hook(lambda _inputs, _outputs: self.close()))
-            fresh = set(below) - seen  # a set: a node may be reached twice from one, as x is from x * x
+            fresh = set(below) - reached  # a set: a node may be reached twice from one, as x is from x * x
             waiting += fresh
-            seen |= fresh
-        return len(seen)
+            reached |= fresh
+        return len(reached)
 
     def close(self) -> None:
         """End the ranges that are open on this thread."""

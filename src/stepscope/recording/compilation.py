@@ -149,7 +149,7 @@ def _options(compiled: nn.Module | None) -> dict[str, bool | int | str | None] |
 def _compiled_by_themselves(module: nn.Module | None) -> list[object]:
     """What `Module.compile` made of the modules in it."""
     calls = (getattr(part, "_compiled_call_impl", None) for part in (module.modules() if module is not None else ()))
-    return [made for made in calls if made is not None]
+    return [compiled for compiled in calls if compiled is not None]
 
 
 def _first_line(reason: object) -> str:

@@ -76,10 +76,10 @@ class Pricing:
     def breaks(self) -> tuple[CompiledStep, tuple[PricedBreak, ...]]:
         """The step with all breaks avoided that can be, and each break's price."""
         avoided: dict[str, Any] = {}
-        found: dict[tuple[str, str], GraphBreak] = {}
+        by_place: dict[tuple[str, str], GraphBreak] = {}
         clean = self.as_it_is
         for _ in range(_MOST_LAYERS):
-            found |= {(each.place, each.reason): each for each in clean.breaks}
+            by_place |= {(each.place, each.reason): each for each in clean.breaks}
             settings = {name: value for each in clean.breaks for name, value in _avoiding(each).items()}
             if settings.keys() <= avoided.keys():
                 break
@@ -88,7 +88,7 @@ class Pricing:
                 avoided[name] = avoided[name] | value if unites else value
             clean = self._once("with breaks avoided", avoided)
         by_setting: dict[str, list[GraphBreak]] = {}
-        for each in found.values():
+        for each in by_place.values():
             by_setting.setdefault(next(iter(_avoiding(each)), ""), []).append(each)
         lasting = by_setting.pop("", [])
         priced = [self._priced(setting, breaks, avoided, clean) for setting, breaks in by_setting.items()]

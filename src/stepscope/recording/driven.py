@@ -32,16 +32,16 @@ def observe_step(step: Step, device: torch.device, held_before_bytes: int = 0) -
     distinct = distinct_in(step)
     step.prepare()
     with ranges.silenced():
-        with Observer(step, device).running() as seen:
-            drive(step, seen)
+        with Observer(step, device).running() as observer:
+            drive(step, observer)
         step.prepare()
-        graphs_alive = seen.graphs_alive
-        memory = PhaseMemory(parameter_bytes=parameter_bytes(step), saved_for_backward=seen.saved_bytes)
+        graphs_alive = observer.graphs_alive
+        memory = PhaseMemory(parameter_bytes=parameter_bytes(step), saved_for_backward=observer.saved_bytes)
         if device.type == "cuda":
             peaks = PhasePeaks(step, device, held_before_bytes)
             drive(step, peaks)
             memory = peaks.memory()
-    return seen.observation(distinct, graphs_alive), memory
+    return observer.observation(distinct, graphs_alive), memory
 
 
 def step_operators(step: Driven, device: torch.device, timing: Device) -> StepOperators:

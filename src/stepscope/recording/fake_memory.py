@@ -315,9 +315,9 @@ class FakeMemoryOfOwn(FakeMemory):
             outputs = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             return True
-        made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         return all(
-            tensor.nbytes <= (LARGEST_REAL_FLOATS if tensor.is_floating_point() else LARGEST_REAL) for tensor in made
+            tensor.nbytes <= (LARGEST_REAL_FLOATS if tensor.is_floating_point() else LARGEST_REAL) for tensor in results
         )
 
     def _number(self, tensor: Tensor, func: Any) -> bool | float:
@@ -330,19 +330,19 @@ class FakeMemoryOfOwn(FakeMemory):
 
     def _at_most(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The largest output that an operator may have, where its shape depends on data."""
-        packet, given = func.overloadpacket, args[0] if args else None
-        if not isinstance(given, Tensor):
+        packet, tensor = func.overloadpacket, args[0] if args else None
+        if not isinstance(tensor, Tensor):
             raise self._refused(func, "has an output whose shape depends on data")
         if packet is _aten.nonzero:
-            found: Any = torch.empty(given.numel(), given.dim(), dtype=torch.int64)
+            largest: Any = torch.empty(tensor.numel(), tensor.dim(), dtype=torch.int64)
         elif packet is _aten.masked_select:
-            found = given.new_empty(given.numel())
+            largest = tensor.new_empty(tensor.numel())
         elif packet is _aten.index and all(index is None or isinstance(index, Tensor) for index in args[1]):
-            found = func(given, list(_whole(args[1])))
+            largest = func(tensor, list(_whole(args[1])))
         else:
             raise self._refused(func, "has an output whose shape depends on data")
         self.at_most[str(func)] += 1
-        return found
+        return largest
 
     def _look_at(self, func: Any, tensors: list[Tensor], outputs: Any) -> None:
         name = func.overloadpacket.__name__
@@ -350,8 +350,8 @@ class FakeMemoryOfOwn(FakeMemory):
             self.custom[str(func)] += 1
         elif func.namespace == "aten" and name in _CONVOLUTIONS:
             self.convolutions += 1
-            made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-            self.convolution_bytes = max(self.convolution_bytes, sum(t.nbytes for t in (*tensors, *made)))
+            results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            self.convolution_bytes = max(self.convolution_bytes, sum(t.nbytes for t in (*tensors, *results)))
 
     def _refused(self, func: Any, why: str) -> InputError:
         return InputError(f"{self._name} cannot be predicted: {func}{_where()} {why}")

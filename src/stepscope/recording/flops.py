@@ -204,12 +204,12 @@ class FlopCounts(TorchDispatchMode, Recorder):
             return
         written = dict(definition._backend_fns)
 
-        def told(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def counted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             with self:
                 return function(*args, **kwargs)
 
         for device, function in written.items():
-            definition._backend_fns[device] = functools.partial(told, function)
+            definition._backend_fns[device] = functools.partial(counted, function)
         try:
             yield
         finally:

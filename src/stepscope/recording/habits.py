@@ -113,8 +113,8 @@ class Training:
     def unchanged(self, named: int) -> Unchanged | None:
         """The parameters that get gradients and did not change, the first few by name; None where every one changed, no
         update was made, or it cannot be told."""
-        made = self._count()
-        if self._changes is None or not self._updates or (made is not None and made == self._counted):
+        count = self._count()
+        if self._changes is None or not self._updates or (count is not None and count == self._counted):
             return None
         same = self._changes.unchanged(p for p in self._parameters.values() if not self._has_a_master(p))
         same -= self._changes.warming_up(self._optimizers)
@@ -159,9 +159,9 @@ class Training:
 
     def _count_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._updates += 1
-        taken = held_by([optimizer])
+        held = held_by([optimizer])
         for key, norm in self._before.items():
-            if key in taken or key not in self._held:
+            if key in held or key not in self._held:
                 self._with_gradient.add(key)
                 if norm is not None:
                     self._norms[key] = norm
@@ -587,8 +587,8 @@ class HabitsRecorder(Recorder):
         # The shapes of the first input that has several.
         shapes: tuple[str, ...] = ()
         for name in self._shapes[0] if self._shapes else ():
-            seen = tuple(dict.fromkeys(call[name] for call in self._shapes if name in call))
-            shapes = shapes or (seen if len(seen) > 1 else ())
+            shapes_of_calls = tuple(dict.fromkeys(call[name] for call in self._shapes if name in call))
+            shapes = shapes or (shapes_of_calls if len(shapes_of_calls) > 1 else ())
         earlier = [flag for flags in self._micro_batches for flag in flags[:-1]]
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return Habits(
@@ -700,13 +700,13 @@ def _mark(roots: Iterable[torch.Tensor], token: _Token, key: str) -> None:
     """Let each node of the graph below these tensors hold the token, except for nodes that live as long as a
     parameter."""
     waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen: set[int] = set()
+    visited: set[int] = set()
     nodes: list[Any] = []  # The nodes are kept, so that no two of them have the same id.
     while waiting and len(nodes) < _MOST_NODES:
         node = waiting.pop()
-        if id(node) in seen or hasattr(node, "variable"):
+        if id(node) in visited or hasattr(node, "variable"):
             continue
-        seen.add(id(node))
+        visited.add(id(node))
         nodes.append(node)
         node.metadata[key] = token
         waiting += [following for following, _ in node.next_functions if following is not None]

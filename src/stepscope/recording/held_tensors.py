@@ -63,16 +63,16 @@ def plain_parts(tensor: Tensor) -> list[Tensor]:
 def model_tensors(model: nn.Module) -> Iterator[tuple[MemoryCategory, str, Tensor]]:
     """Parameters and buffers by name; those of modules with quantised weights apart, with all that goes with them."""
     for path, module in model.named_modules(remove_duplicate=True):
-        own = [*module.named_parameters(path, recurse=False), *module.named_buffers(path, recurse=False)]
-        quantised = {name for name, tensor in own if _is_quantised(name, tensor)}
-        for name, tensor in own:
+        named = [*module.named_parameters(path, recurse=False), *module.named_buffers(path, recurse=False)]
+        quantised = {name for name, tensor in named if _is_quantised(name, tensor)}
+        for name, tensor in named:
             frozen = name in quantised or (quantised and not isinstance(tensor, nn.Parameter))
             yield "frozen quantised weights" if frozen else "parameters", name, tensor
         if quantised:
             attributes = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
             # One made of others has them as attributes, and as its parts already.
             plain = [
-                (name, vars(tensor)) for name, tensor in own if name in quantised and len(plain_parts(tensor)) == 1
+                (name, vars(tensor)) for name, tensor in named if name in quantised and len(plain_parts(tensor)) == 1
             ]
             for owner, within in [*plain, (path, attributes)]:
                 for name, tensor in tensors_within(within):
@@ -97,13 +97,13 @@ def optimizer_tensors(
     of the model that it holds; weights of its own that stand for the model's 16-bit ones. names: those of the model's
     parameters, by id."""
     halves = {parameter.shape for parameter in model.parameters() if parameter.dtype.itemsize == 2}
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting = [] if optimizer is None else [optimizer]
     while waiting:
         held = waiting.pop()
-        if id(held) in seen:
+        if id(held) in visited:
             continue
-        seen.add(id(held))
+        visited.add(id(held))
         state, groups = getattr(held, "state", {}), getattr(held, "param_groups", ())
         for parameter, its in state.items() if isinstance(state, Mapping) else [(None, state)]:
             for path, tensor in tensors_within(its):
@@ -132,7 +132,7 @@ def tensors_within(
 
     others: where given, the optimizers found are put here, and modules are entered, too.
     """
-    seen: set[int] = set()
+    visited: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [("", root, objects)]
     while waiting:
         path, held, left = waiting.pop()
@@ -141,10 +141,10 @@ def tensors_within(
         elif others is not None and isinstance(held, torch.optim.Optimizer):
             others.append(held)
         elif others is not None and isinstance(held, nn.Module):
-            own = [*held.named_parameters(), *held.named_buffers()]
-            yield from ((f"{path}.{name}", tensor) for name, tensor in own)
-        elif id(held) not in seen:
-            seen.add(id(held))
+            named = [*held.named_parameters(), *held.named_buffers()]
+            yield from ((f"{path}.{name}", tensor) for name, tensor in named)
+        elif id(held) not in visited:
+            visited.add(id(held))
             inside: Iterable[tuple[Any, Any]] = ()
             if isinstance(held, Mapping):
                 items = enumerate(list(held.items()))

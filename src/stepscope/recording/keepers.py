@@ -174,11 +174,11 @@ class _Search:
         """The path to each of the objects, by its id; those that only a name of its own holds have that name."""
         holders: dict[int, Any] = {}
         hows: dict[int, str] = {}
-        frontier: list[Any] = [found for found in objects if id(found) not in self._names]
-        seen = {id(found) for found in objects}
+        frontier: list[Any] = [item for item in objects if id(item) not in self._names]
+        visited = {id(item) for item in objects}
         ours = {id(objects), id(self._locals), id(holders), *map(id, self._locals)}
         for _ in range(_LONGEST_PATH):
-            wanted = {id(found) for found in frontier}
+            wanted = {id(item) for item in frontier}
             above: list[Any] = []
             for holder in _holders_of(frontier, wanted):
                 if id(holder) in ours or holder is frontier or holder is above or isinstance(holder, ModuleType):
@@ -188,17 +188,17 @@ class _Search:
                 for child, how in _held(holder):
                     if id(child) in wanted and id(child) not in holders:
                         holders[id(child)], hows[id(child)] = holder, how
-                if id(holder) not in seen:
-                    seen.add(id(holder))
+                if id(holder) not in visited:
+                    visited.add(id(holder))
                     if id(holder) not in self._names and id(holder) not in self._spaces:
                         above.append(holder)
             frontier = above
-        return {id(found): path for found in objects if (path := self._path(found, holders, hows))}
+        return {id(item): path for item in objects if (path := self._path(item, holders, hows))}
 
-    def _path(self, found: object, holders: Mapping[int, Any], hows: Mapping[int, str]) -> str:
+    def _path(self, wanted: object, holders: Mapping[int, Any], hows: Mapping[int, str]) -> str:
         """The path down to an object: a name, and how to go on from there."""
         how = ""
-        at = found
+        at = wanted
         for _ in range(_LONGEST_PATH + 1):
             name = self._names.get(id(at))
             if name is not None:
@@ -211,7 +211,7 @@ class _Search:
             if space is not None:
                 return f"{space}{_attribute(step + how)[1:]}"
             how = _attribute(how) if step == _ATTRIBUTES else step + how
-        if at is found:
+        if at is wanted:
             return ""
         if isinstance(at, FrameType):
             return f"{how.removeprefix('.')} in {at.f_code.co_qualname}(), which has ended"
@@ -230,9 +230,9 @@ def _holders_of(objects: list[Any], wanted: set[int]) -> list[Any]:
     everything = gc.get_objects()
     ours = {id(everything), id(objects)}
     return [
-        found
-        for found in everything
-        if id(found) not in ours and not wanted.isdisjoint(map(id, gc.get_referents(found)))
+        holder
+        for holder in everything
+        if id(holder) not in ours and not wanted.isdisjoint(map(id, gc.get_referents(holder)))
     ]
 
 
@@ -278,11 +278,11 @@ def _locals_of(frame: FrameType) -> dict[str, Any]:
     of ours. A dict that the function itself has asked for stays as it is.
     """
     kept = frame.f_locals
-    found = {name: value for name, value in kept.items() if not name.startswith("__")}
+    variables = {name: value for name, value in kept.items() if not name.startswith("__")}
     alone = 3  # the frame, this function, the call that counts
     if type(kept) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(kept) <= alone:
         kept.clear()
-    return found
+    return variables
 
 
 def _is_installed(file: str) -> bool:

@@ -116,11 +116,11 @@ class TensorNotes:
         if loss is None or loss.grad_fn is None:
             return
         # Read anew: an activation may lie where a gradient lay that the loop freed since.
-        seen = self.casts | {part.untyped_storage().data_ptr() for part in self.resident_parts()}
+        addresses = self.casts | {part.untyped_storage().data_ptr() for part in self.resident_parts()}
         for saved in saved_tensors(loss.grad_fn):
             address = local_part(saved.tensor).untyped_storage().data_ptr()
-            if address not in seen:
-                seen.add(address)
+            if address not in addresses:
+                addresses.add(address)
                 module = next(iter(owners.owner(saved.sequence_nr)), "")
                 self._note(saved.tensor, "saved for backward", saved.name, operator=saved.operator, module=module)
 

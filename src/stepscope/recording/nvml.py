@@ -84,8 +84,8 @@ def smallest_gpu() -> tuple[str, int] | None:
             return None
         _, ask, _ = session
         handles = [ask("nvmlDeviceGetHandleByIndex", i) for i in range(ask("nvmlDeviceGetCount") or 0)]
-        found = [(ask("nvmlDeviceGetName", handle), ask("nvmlDeviceGetMemoryInfo", handle)) for handle in handles]
-        sizes = [(int(memory.total), str(name)) for name, memory in found if memory is not None]
+        gpus = [(ask("nvmlDeviceGetName", handle), ask("nvmlDeviceGetMemoryInfo", handle)) for handle in handles]
+        sizes = [(int(memory.total), str(name)) for name, memory in gpus if memory is not None]
     return None if not sizes else (min(sizes)[1], min(sizes)[0])
 
 
@@ -299,9 +299,9 @@ class GpuSampler:
             )
         ready = False
         try:
-            if self._process is not None and (told := self._process.stdout) is not None:
-                readable, _, _ = select.select([told], [], [], _ANSWER_S)
-                ready = bool(readable) and os.read(told.fileno(), len(_READY)) == _READY
+            if self._process is not None and (output := self._process.stdout) is not None:
+                readable, _, _ = select.select([output], [], [], _ANSWER_S)
+                ready = bool(readable) and os.read(output.fileno(), len(_READY)) == _READY
         finally:
             if not ready:
                 self.close()

@@ -47,7 +47,7 @@ class _ProductDtypes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, HigherOrderOperator) and func._schema.name in _PRODUCTS:
@@ -57,7 +57,7 @@ class _ProductDtypes(TorchDispatchMode):
             # A product over one element adds nothing up: so Hugging Face's models multiply positions and frequencies,
             # in fp32 whatever autocast says.
             if operands[-1].shape[-2] > 1:
-                self.found |= {str(operand.dtype).removeprefix("torch.") for operand in operands}
+                self.names |= {str(operand.dtype).removeprefix("torch.") for operand in operands}
         return func(*args, **(kwargs or {}))
 
 
@@ -129,12 +129,12 @@ class Observer(Recorder):
     def observation(self, distinct: tuple[int | None, int | None], graphs_alive: bool | None) -> StepObservation:
         """The StepObservation of this step. distinct: what `distinct_in` says of its batches; graphs_alive is as it was
         just before the next step."""
-        batch, taken = self._batch, self._taken
+        batch, inputs = self._batch, self._taken
         of_tokens = batch is not None and not batch.is_floating_point()
         covers = None
         if batch is not None and batch.dim():
-            alike = all(tokens.shape[1:] == batch.shape[1:] for tokens in taken)
-            covers = bool(taken) and alike and torch.equal(torch.cat(taken), batch)
+            alike = all(tokens.shape[1:] == batch.shape[1:] for tokens in inputs)
+            covers = bool(inputs) and alike and torch.equal(torch.cat(inputs), batch)
         return StepObservation(
             model_forwards=self._forwards,
             autocast_outside=self._autocast_outside,
@@ -143,7 +143,7 @@ class Observer(Recorder):
             distinct_tokens=distinct[0],
             distinct_batches=distinct[1],
             graphs_alive_before=graphs_alive,
-            product_dtypes=tuple(sorted(self._products.found)) if self._hooked else None,
+            product_dtypes=tuple(sorted(self._products.names)) if self._hooked else None,
             forward_tokens=sum(tokens.numel() for tokens in self._taken) if of_tokens else None,
             covers_batch=covers,
             backward_passes=self._passes[BACKWARD],
@@ -188,14 +188,14 @@ def distinct_in(step: Step) -> tuple[int | None, int | None]:
     """The fewest distinct tokens in a batch, or distinct numbers of another input, and how many batches differ; None
     where they hold no tensor. A round of steps is prepared, and not run, to look at the batch that each would get."""
     fewest: list[int] = []
-    seen: set[bytes] = set()
+    digests: set[bytes] = set()
     for _ in step.batches:
         step.prepare()
         for _, tensor in list(step.named_tensors(step.batch))[:1]:
             values = tensor.detach().cpu().contiguous().flatten()
             fewest.append(int(values.unique().numel()))
-            seen.add(hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).digest())
-    return (min(fewest), len(seen)) if fewest else (None, None)
+            digests.add(hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).digest())
+    return (min(fewest), len(digests)) if fewest else (None, None)
 
 
 def parameter_bytes(step: Step) -> int:

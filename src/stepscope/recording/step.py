@@ -118,8 +118,8 @@ def drive(step: Driven, *recorders: Recorder) -> None:
     """Run the phases of a prepared step, each in a range of its name, and tell the recorders in their order."""
     # Everything that can be looked up is looked up before the step begins, so that it is not in the step's time.
     parts = [(phase.name, phase.run, named_range(phase.name)) for phase in step.phases]
-    told = ("step_begins", "phase_begins", "phase_ends", "step_ends")
-    step_begins, phase_begins, phase_ends, step_ends = ([getattr(r, name) for r in recorders] for name in told)
+    events = ("step_begins", "phase_begins", "phase_ends", "step_ends")
+    step_begins, phase_begins, phase_ends, step_ends = ([getattr(r, name) for r in recorders] for name in events)
     for begins in step_begins:
         begins()
     for name, run, its_range in parts:

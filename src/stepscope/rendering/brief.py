@@ -79,9 +79,9 @@ def _head(answer: Answer) -> list[str]:
     if not answer.lead:
         return [text for text in (answer.question, where_of(answer)) if text][:2]
     first, *others = answer.lead
-    told = [line.text for line in others if line.tone]
-    if told:
-        return [first.text, *told[:-1][:_MOST_CAUTIONS], told[-1]]
+    toned = [line.text for line in others if line.tone]
+    if toned:
+        return [first.text, *toned[:-1][:_MOST_CAUTIONS], toned[-1]]
     return [line.text for line in answer.lead if line.text][:2]
 
 

@@ -272,12 +272,12 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
     charts = []
     for panel in panels:
         # Panels that show one quantity of several things, over ranges that meet, share a scale.
-        quantity, own = panel.y_title.partition(" of ")[0], _values(panel)
-        values = list(own)
+        quantity, measured = panel.y_title.partition(" of ")[0], _values(panel)
+        values = list(measured)
         for other in panels:
             others = _values(other)
             if other is not panel and other.y_title.partition(" of ")[0] == quantity:
-                values += others if min(own) <= max(others) and min(others) <= max(own) else []
+                values += others if min(measured) <= max(others) and min(others) <= max(measured) else []
         log = spans(values, LOG_FROM_Y) if y_log is None else y_log
         if (log and min(values) <= 0) or (x_log and xs[0] <= 0):
             raise InputError(

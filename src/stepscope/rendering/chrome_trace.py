@@ -314,20 +314,20 @@ def _device_tracks(group: str, work: pl.DataFrame, gaps: pl.DataFrame | None) ->
             "start_ns", "duration_ns", pl.col("cause").alias("name"), "phase", "wait", _labels(gaps["after"], "before")
         )
         yield _Track(group=group, title="idle, by cause", category="idle", slices=idle)
-    for stream, own in _by_number(work, "stream"):
+    for stream, of_stream in _by_number(work, "stream"):
         places = ["phase", "role", "module", "part", "family", "operator", "step", "correlation", "graph_node"]
-        recorded = own.select("start_ns", "duration_ns", "name", *places)
+        recorded = of_stream.select("start_ns", "duration_ns", "name", *places)
         yield _Track(group=group, title=f"stream {stream}", category="work", slices=recorded)
-        phases = _runs(own, ["phase"]).select("start_ns", "duration_ns", pl.col("phase").alias("name"))
+        phases = _runs(of_stream, ["phase"]).select("start_ns", "duration_ns", pl.col("phase").alias("name"))
         yield _Track(group=group, title=f"stream {stream}: phases", category="phase", slices=phases)
         module = pl.col("module").cast(pl.String).replace(ROOT, _MODEL).alias("name")
-        modules = _runs(own, ["module", "phase"]).select("start_ns", "duration_ns", module, "phase")
+        modules = _runs(of_stream, ["module", "phase"]).select("start_ns", "duration_ns", module, "phase")
         yield _Track(group=group, title=f"stream {stream}: modules", category="module", slices=modules)
     for family in work["family"].unique().sort().to_list():
         members = work.filter(pl.col("family") == family)
-        for stream, own in _by_number(members, "stream"):
+        for stream, of_stream in _by_number(members, "stream"):
             title = family if members["stream"].n_unique() == 1 else f"{family}, stream {stream}"
-            slices = own.select("start_ns", "duration_ns", _labels(own["name"], "name"), "phase", "module")
+            slices = of_stream.select("start_ns", "duration_ns", _labels(of_stream["name"], "name"), "phase", "module")
             yield _Track(group=group, title=title, category="family", slices=slices)
 
 
@@ -351,9 +351,9 @@ def _host_tracks(rank: Rank) -> Iterator[_Track]:
     if table.on_cpu:
         kinds.append(("operators", "operator", table.operators))
     for title, category, frame in kinds:
-        for process, own in _by_number(frame, "process"):
+        for process, of_process in _by_number(frame, "process"):
             group = rank.named(_process_group(rank, process))
-            for thread, slices in _by_number(own, "thread"):
+            for thread, slices in _by_number(of_process, "thread"):
                 yield _Track(
                     group=group,
                     title=f"thread {thread & mask}: {title}",
@@ -438,12 +438,12 @@ def _document(attribution: Attribution) -> Iterator[str]:
             separator = ",\n"
     links, operators = table.links, parts.get("cpu_op")
     if operators is not None and operators.height and links.height:
-        own = links.join(
+        flows = links.join(
             operators.select("process", "thread", "start_ns").unique(),
             on=["process", "thread", "start_ns"],
             how="semi",
         )
-        for phase, ends in (("s", own.filter("begins")), ("f", own.filter(~pl.col("begins")))):
+        for phase, ends in (("s", flows.filter("begins")), ("f", flows.filter(~pl.col("begins")))):
             if ends.height:
                 head = {"ph": phase, "cat": "fwdbwd", "name": "fwdbwd", "bp": "e"}
                 fields = {"id": pl.col("id"), "pid": pl.col("process"), "tid": pl.col("thread")}
@@ -474,8 +474,8 @@ def _parts(attribution: Attribution) -> Iterator[tuple[str, pl.DataFrame]]:
     ids = known.zip_with(known != 0, row + (largest if isinstance(largest, int) else 0))
     untold = pl.col("launch_row").is_not_null() & (pl.col("correlation").fill_null(0) == 0)
     if work.select(untold.any()).item():  # arrows or other ids told the launch, and the part has none of them
-        told = pl.when(untold).then(ids.gather(work["launch_row"])).otherwise("correlation")
-        work = work.with_columns(told.alias("correlation"))
+        correlation = pl.when(untold).then(ids.gather(work["launch_row"])).otherwise("correlation")
+        work = work.with_columns(correlation.alias("correlation"))
     # Between the first and the last moment of the part's steps and phases.
     spans = pl.concat(one.select("start_ns", "end_ns") for one in (attribution.instances, attribution.forwards))
     begin, end = spans.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
@@ -545,8 +545,8 @@ def _with_ancestors(kept: pl.Series, nest: Nest) -> pl.Series:
 def _calls(attribution: Attribution, open_then: pl.Expr, ids: pl.Series) -> pl.DataFrame:
     """The launches of the work, and the calls meanwhile that launch nothing."""
     calls = attribution.table.calls.with_columns(ids.alias("correlation")).with_row_index("row")
-    own = pl.col("row").is_in(attribution.work["launch_row"].drop_nulls().unique().implode())
-    return calls.filter(own | (~launches(calls["name"]) & open_then)).drop("row")
+    launching = pl.col("row").is_in(attribution.work["launch_row"].drop_nulls().unique().implode())
+    return calls.filter(launching | (~launches(calls["name"]) & open_then)).drop("row")
 
 
 _ARGUMENTS = {

@@ -52,11 +52,11 @@ def stored(study: str, only: tuple[str, ...] = (), like: str = "", *, plot: bool
     """
 
     def source(material: Material) -> Answer | None:
-        found = [answer for answer, _ in material.answers if answer.study == study]
-        meant = [answer for answer in found if like in answer.question or like in answer.settings.values()]
-        if not found:
+        answers = [answer for answer, _ in material.answers if answer.study == study]
+        meant = [answer for answer in answers if like in answer.question or like in answer.settings.values()]
+        if not answers:
             return None
-        newest = max(meant or found, key=lambda answer: answer.date)
+        newest = max(meant or answers, key=lambda answer: answer.date)
         words = [word.casefold() for word in only]
         tables = tuple(one for one in newest.tables if not words or any(word in one.title.casefold() for word in words))
         return msgspec.structs.replace(newest, tables=tables, panels=newest.panels if plot else ())
@@ -80,8 +80,8 @@ def table(
     )
 
     def source(material: Material) -> Answer | None:
-        for found in material.folders(**where):
-            runs = [run for run, _ in found]
+        for folder in material.folders(**where):
+            runs = [run for run, _ in folder]
             compared = {getattr(run.workload, name, None) for run in runs for name in query.columns[:1]}
             if (query.columns and len(compared) < 2) or (speedup is not None and speedup not in compared):
                 continue
@@ -142,9 +142,9 @@ def which_run_out(runs: list[Run]) -> str:
 
 def warmup(material: Material) -> Answer | None:
     """The steps of one workload after different numbers of warm-up steps."""
-    for found in material.folders(phase="train"):
+    for folder in material.folders(phase="train"):
         by_key: dict[str, dict[int, Found]] = {}
-        for run, directory in found:
+        for run, directory in folder:
             if run.settings.warmup_floor == run.settings.warmup_cap:
                 by_key.setdefault(run.workload.key, {})[run.settings.warmup_floor] = (run, directory)
         best = max(by_key.values(), key=len, default={})
@@ -158,9 +158,9 @@ def kernels(letters: str) -> Source:
 
     def source(material: Material) -> Answer | None:
         folders: list[list[CapturedCell]] = []
-        for found in material.folders(dtype="fp32", **PLAIN):
+        for folder in material.folders(dtype="fp32", **PLAIN):
             cells: list[CapturedCell] = []
-            for run, directory in found:
+            for run, directory in folder:
                 digests = [material.digest(run, directory, tool) for tool in TRACE_TOOLS]
                 wanted = next((digest for digest in digests if digest is not None), None)
                 if wanted is not None:
@@ -178,9 +178,9 @@ def kernels(letters: str) -> Source:
 
 def speed(material: Material) -> Answer | None:
     """Precision: the same step in fp32 and fewer bits."""
-    for found in material.folders(phase="forward-backward,train", accumulation="1", **PLAIN):
-        if len({run.workload.dtype for run, _ in found}) > 1:
-            cells = [TimedCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in found]
+    for folder in material.folders(phase="forward-backward,train", accumulation="1", **PLAIN):
+        if len({run.workload.dtype for run, _ in folder}) > 1:
+            cells = [TimedCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in folder]
             return answer_speed(speed_pairs(cells, DTYPES))
     return None
 
@@ -191,8 +191,8 @@ def beside(
     """The answer on the cells of a sweep that measured the base's value of a field beside others."""
 
     def source(material: Material) -> Answer | None:
-        for found in _both(material, field, base, **wanted):
-            return answer([cell(run=run, digest=material.digest(run, at, "kineto")) for run, at in found])
+        for folder in _both(material, field, base, **wanted):
+            return answer([cell(run=run, digest=material.digest(run, at, "kineto")) for run, at in folder])
         return None
 
     return source
@@ -202,8 +202,8 @@ def parallel(kinds: Sequence[str], *titles: str) -> Source:
     """What the study of strategies found of these kinds, with these tables, in the largest folder with ranks."""
 
     def source(material: Material) -> Answer | None:
-        for found in material.folders(phase="train"):
-            runs = [run for run, _ in found]
+        for folder in material.folders(phase="train"):
+            runs = [run for run, _ in folder]
             if any(run.shared is not None for run in runs) and any(run.workload.ranks == 1 for run in runs):
                 with contextlib.suppress(InputError):  # no batch was measured both ways
                     return part_of(answer_parallel(SharedCell(run=run) for run in runs), kinds, titles)
@@ -261,8 +261,8 @@ def _largest(material: Material) -> tuple[Run, TextbookWorkload] | None:
 
     steps = [
         (run, run.workload)
-        for found in material.folders(phase="train", **PLAIN)
-        for run, _ in found
+        for folder in material.folders(phase="train", **PLAIN)
+        for run, _ in folder
         if run.status == "done" and run.workload.sizes is not None
     ]
     return max(steps, key=size, default=None)
@@ -270,8 +270,8 @@ def _largest(material: Material) -> tuple[Run, TextbookWorkload] | None:
 
 def _both(material: Material, field: str, base: str, **wanted: str) -> list[list[Found]]:
     """The folders in which some runs have the base's value of a field, and others another; most values first."""
-    found = [(runs, {getattr(run.workload, field) for run, _ in runs}) for runs in material.folders(**wanted)]
-    kept = [(runs, values) for runs, values in found if {base} < values and _pairs(runs, field, base)]
+    folders = [(runs, {getattr(run.workload, field) for run, _ in runs}) for runs in material.folders(**wanted)]
+    kept = [(runs, values) for runs, values in folders if {base} < values and _pairs(runs, field, base)]
     return [runs for runs, _ in sorted(kept, key=lambda pair: -_pairs(pair[0], field, base))]
 
 

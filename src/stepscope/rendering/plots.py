@@ -81,9 +81,9 @@ CONFIG: dict[str, Any] = {
 def colours_of(names: Iterable[str]) -> list[str]:
     """A colour for each of at most as many names as the palette has: the thing's own, else the palette's next."""
     names = list(names)
-    own = [COLOURS.get(name) for name in names]
-    free = itertools.cycle(colour for colour in PALETTE if colour not in own)
-    return [colour or next(free) for colour in own]
+    known = [COLOURS.get(name) for name in names]
+    free = itertools.cycle(colour for colour in PALETTE if colour not in known)
+    return [colour or next(free) for colour in known]
 
 
 def told_apart(colours: Iterable[str], shapes: Iterable[str], remedy: str) -> tuple[list[str], list[str]]:

@@ -64,9 +64,9 @@ class Material:
             if run.workload.layers and all(matches(run, *condition) for condition in conditions):
                 by_folder.setdefault(directory.parent, []).append((run, directory))
 
-        def worth(found: list[Found]) -> tuple[bool, int, int]:
-            done = [run for run, _ in found if run.status == "done"]
-            where = [run.environment for run, _ in found if run.environment is not None]
+        def worth(folder: list[Found]) -> tuple[bool, int, int]:
+            done = [run for run, _ in folder if run.status == "done"]
+            where = [run.environment for run, _ in folder if run.environment is not None]
             undoubted = {run.workload.key for run in done if not doubting_kinds(run)}
             whole_device = all(one.memory_limit_bytes is None for one in where)
             return whole_device, len(undoubted), len({run.workload.key for run in done})
@@ -91,10 +91,10 @@ class Material:
         """What the capture of a run by one tool says, or None; read once, however many questions ask."""
         if (directory, tool) not in self._digests:
             try:
-                found = digest_beside(run, directory, tool, say=lambda _: None) if run.status == "done" else None
+                digest = digest_beside(run, directory, tool, say=lambda _: None) if run.status == "done" else None
             except InputError:
-                found = None
-            self._digests[directory, tool] = found
+                digest = None
+            self._digests[directory, tool] = digest
         return self._digests[directory, tool]
 
 
@@ -137,10 +137,10 @@ def _answer_in(file: Path, *, named: bool) -> Answer | None:
     """The answer in a file; None where it is another document. Raises InputError for a file that the user named."""
     try:
         data = read_named(file)
-        found = json.loads(data)
-        if isinstance(found, dict) and found.get("kind") == "attention-timings":  # pyright: ignore[reportUnknownMemberType]
+        document = json.loads(data)
+        if isinstance(document, dict) and document.get("kind") == "attention-timings":  # pyright: ignore[reportUnknownMemberType]
             return answer_attention(decode_timings(data, str(file)))
-        if named or (isinstance(found, dict) and {"study", "question", "version"} <= found.keys()):
+        if named or (isinstance(document, dict) and {"study", "question", "version"} <= document.keys()):
             return decode_answer(data, str(file))
     except InputError:
         if named:
@@ -422,15 +422,15 @@ def _shown(answer: Answer, *, cut: bool = True) -> Answer:
 
 def _without_repeats(findings: tuple[Finding, ...]) -> tuple[tuple[Finding, ...], list[str]]:
     """The first findings of each kind, and a sentence on the others."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     kept: list[Finding] = []
     for finding in findings:
-        seen[finding.kind] += 1
-        if seen[finding.kind] <= MOST_ALIKE:
+        counts[finding.kind] += 1
+        if counts[finding.kind] <= MOST_ALIKE:
             kept.append(finding)
     more = [
         f"{counted(count - MOST_ALIKE, 'further finding')} of the kind {kind!r} for other cells: the tables have them."
-        for kind, count in seen.items()
+        for kind, count in counts.items()
         if count > MOST_ALIKE
     ]
     return tuple(kept), more

@@ -311,8 +311,8 @@ def about_intervals(named: Mapping[str, Samples], more: str) -> list[str]:
     lines: list[str] = []
     if len(without) < len(named):
         step = named.get(STEP)
-        told = step is not None and step.effective_count is not None and STEP not in without
-        worth = f"; its steps are worth {step.effective_count:.0f} independent ones" if step and told else ""
+        correlated = step is not None and step.effective_count is not None and STEP not in without
+        worth = f"; its steps are worth {step.effective_count:.0f} independent ones" if step and correlated else ""
         lines.append(f"The intervals are those {OF_ONE_PROCESS}: another may differ by more{worth}.")
     if without:
         name, samples = list(without.items())[-1]
@@ -323,8 +323,8 @@ def about_intervals(named: Mapping[str, Samples], more: str) -> list[str]:
 def answer_times(samples: Mapping[str, Samples], steady: bool | None, where: Environment) -> answer.Answer:
     """The Answer on work that was timed alone: its phases by name, and the step that they make up."""
     step = samples[STEP]
-    named = {name: found for name, found in samples.items() if name not in (STEP, "host")}
-    clocks = ", ".join(dict.fromkeys(found.clock for found in named.values()))
+    named = {name: sample for name, sample in samples.items() if name not in (STEP, "host")}
+    clocks = ", ".join(dict.fromkeys(sample.clock for sample in named.values()))
     notes = (
         f"{about_steps(step, steady)}; step by {step.clock} round a synchronised region, phases by {clocks}.",
         *about_intervals({**named, STEP: step}, "steps=N"),
@@ -561,8 +561,8 @@ def _about_step(run: Run, timed: Mapping[str, Samples]) -> Iterator[str]:
         replaced = [f"{one.modules} {one.type} by {one.kernels} {one.part}" for one in parts if one.replaced]
         absent = [f"{one.part}, since {one.why.replace('it has', 'the model has')}" for one in parts if not one.modules]
         stays = f" Left as the model has it: {'; '.join(absent)}." if absent else ""
-        taken = f"each held against its own code first: {', '.join(replaced)}"
-        yield printable(f"Computed by other kernels, {taken}.{stays}")
+        replacements = f"each held against its own code first: {', '.join(replaced)}"
+        yield printable(f"Computed by other kernels, {replacements}.{stays}")
     if profile and profile.attention_operators:
         yield f"Attention ran as {', '.join(profile.attention_operators)}."
 

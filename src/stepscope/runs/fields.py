@@ -255,17 +255,17 @@ def conditions_in(text: str, option: str = "--where") -> list[Condition]:
     Raises InputError for any other form, and for a name that is no field's. Where the field's values are free text, as
     those of a tag, what follows the comma is another value unless it begins with the name of a field.
     """
-    found: list[tuple[str, list[str]]] = []
+    conditions: list[tuple[str, list[str]]] = []
     for piece in text.split(","):
         named = _NAMED.fullmatch(piece)
-        if named is not None and (not found or is_field(named[1]) or not holds_names(found[-1][0])):
+        if named is not None and (not conditions or is_field(named[1]) or not holds_names(conditions[-1][0])):
             field_named(named[1])
-            found.append((named[1], [named[2].strip()]))
-        elif found:
-            found[-1][1].append(piece.strip())
+            conditions.append((named[1], [named[2].strip()]))
+        elif conditions:
+            conditions[-1][1].append(piece.strip())
         else:
             break
-    kept = [(field, tuple(value for value in values if value)) for field, values in found]
+    kept = [(field, tuple(value for value in values if value)) for field, values in conditions]
     if not kept or not all(values for _, values in kept):
         raise InputError(f"cannot read {option} {text!r}: write field=value, as in dtype=bf16")
     return kept

@@ -166,7 +166,7 @@ _EVIDENCE = ("memory", "profile", "compilation", "energy")
 """The evidence that lists and tables read."""
 
 
-def list_runs(places: list[Path], told: Told | None = None, *, fewest: int = FEWEST_RUNS) -> Listing:
+def list_runs(places: list[Path], tell: Told | None = None, *, fewest: int = FEWEST_RUNS) -> Listing:
     """Every readable run under the given places, as `load_runs` finds them, by the index where there is one.
 
     Raises InputError when a place does not exist.
@@ -174,13 +174,13 @@ def list_runs(places: list[Path], told: Told | None = None, *, fewest: int = FEW
     runs: list[Run] = []
     faults: list[str] = []
     notes: list[str] = []
-    seen: set[str] = set()
+    loaded: set[str] = set()
     for place in places:
         if not exists(place):
             raise InputError(f"no runs at {place}: it does not exist")
         folder = _Folder(place, fewest)
-        found, wrong = folder.read(seen, told)
-        runs += found
+        runs_of_folder, wrong = folder.read(loaded, tell)
+        runs += runs_of_folder
         faults += wrong
         notes += folder.notes
     runs.sort(key=lambda run: (run.instant, run.id))
@@ -195,7 +195,7 @@ class _Folder:
     fewest: int
     notes: list[str] = field(default_factory=list[str])
 
-    def read(self, seen: set[str], told: Told | None) -> tuple[list[Run], list[str]]:
+    def read(self, loaded: set[str], tell: Told | None) -> tuple[list[Run], list[str]]:
         """The runs here that were not seen yet, and a line for each that cannot be read."""
         if self.place.is_file() or (self.place / RUN_FILE).is_file():
             files, indexed = [str(self.place if self.place.is_file() else self.place / RUN_FILE)], False
@@ -211,9 +211,9 @@ class _Folder:
         for number, file in enumerate(files):
             relative = file[start:]
             real = os.path.realpath(file) if file in links else f"{root}/{relative}"
-            if real in seen:
+            if real in loaded:
                 continue
-            seen.add(real)
+            loaded.add(real)
             try:
                 state = os.stat(file)  # noqa: PTH116  (a Path for each of ten thousand takes a second)
             except OSError:
@@ -238,8 +238,8 @@ class _Folder:
                 # Stated before it was read: what is changed meanwhile has another time, and is read again.
                 kept.append(((relative, state), run))
                 fresh += 1
-            if told is not None:
-                told(number + 1, len(files))
+            if tell is not None:
+                tell(number + 1, len(files))
         runs = [run for _, run in kept]
         gone = len(index) - (len(kept) - fresh)
         if indexed and max(fresh, gone) > _STALE_SHARE * len(files):
@@ -291,7 +291,7 @@ class _Folder:
                     ctime_ns=state.st_ctime_ns,
                     inode=state.st_ino,
                     during=where.during if where else None,
-                    samples={name: known(found) for name, found in run.samples.items()},
+                    samples={name: known(sample) for name, sample in run.samples.items()},
                     **{name: getattr(run, name) for name in _COPIED},
                     **{name: None if value is None else lists[name].place(value) for name, value in values.items()},
                     **{name: getattr(run.evidence, name) for name in _EVIDENCE},
@@ -357,7 +357,7 @@ def _find(place: str) -> tuple[list[str], set[str]]:
 def _slim(run: Run) -> Run:
     """The run with statistics in place of samples, and the evidence that lists and tables read."""
     evidence, environment = run.evidence, run.environment
-    kept = {name: known(found) for name, found in run.samples.items()}
+    kept = {name: known(sample) for name, sample in run.samples.items()}
     forward, backward = run.samples.get(FORWARD), run.samples.get(BACKWARD)
     if forward is not None and backward is not None and FORWARD_BACKWARD not in kept:
         with contextlib.suppress(ValueError):  # other steps, or another clock: whoever asks for the sum is told so
@@ -403,9 +403,9 @@ class _Distinct:
 
     def place(self, value: object) -> int:
         """The place of this value in the list, which gets it where it is new."""
-        seen = self._seen.get(id(value))
-        if seen is not None:
-            return seen[0]
+        kept_before = self._seen.get(id(value))
+        if kept_before is not None:
+            return kept_before[0]
         place = self._places.setdefault(msgspec.msgpack.encode(value), len(self._values))
         if place == len(self._values):
             self._values.append(value)

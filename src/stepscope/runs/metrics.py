@@ -266,12 +266,12 @@ def _per_s(run: Run, of_a_step: int | None) -> float | None:
     return _of_a_step(run, of_a_step) / (samples.mean_s or samples.median_s)
 
 
-def _of_a_step(run: Run, seen: int) -> float:
+def _of_a_step(run: Run, value: int) -> float:
     """So many of the step that was looked at, in the mean of steps that may run different numbers of forwards."""
     loop = run.evidence.loop
     if loop is None or loop.forwards_mean is None or not loop.forwards:
-        return seen
-    return seen * loop.forwards_mean / loop.forwards
+        return value
+    return value * loop.forwards_mean / loop.forwards
 
 
 def at_pace(run: Run, step_s: float) -> tuple[float | None, float | None, float | None]:

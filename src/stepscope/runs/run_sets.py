@@ -33,7 +33,7 @@ class RunSet:
         return first.repeat.set if first.repeat else first.id
 
     @property
-    def asked(self) -> int:
+    def requested(self) -> int:
         """How many processes were asked for."""
         first = self.runs[0]
         return first.repeat.of if first.repeat else 1
@@ -56,11 +56,11 @@ class RunSet:
 
     def processes(self, part: str) -> Processes:
         """The medians of this part of the step, a process each, of those that measured it."""
-        found = [(median, run.instant) for run in self.measured if (median := median_s(run, part))]
-        known = [instant for _, instant in found if instant]
+        medians = [(median, run.instant) for run in self.measured if (median := median_s(run, part))]
+        known = [instant for _, instant in medians if instant]
         usual = statistics.median(known) if known else 0.0  # one that does not say when it began stands amid the others
-        begun = tuple(instant or usual for _, instant in found) if known else ()
-        return Processes(tuple(median for median, _ in found), begun)
+        begun = tuple(instant or usual for _, instant in medians) if known else ()
+        return Processes(tuple(median for median, _ in medians), begun)
 
     @property
     def findings(self) -> list[tuple[Finding, int]]:
@@ -72,7 +72,7 @@ class RunSet:
         """What `--json` shows of the set."""
         return SetDocument(
             set=self.name,
-            asked=self.asked,
+            asked=self.requested,
             measured=len(self.measured),
             parts={name: PartFigures.of(self.processes(name)) for name in (*self.parts, STEP)},
             joules_per_step=[joules_per_step(run) for run in self.measured],
@@ -225,7 +225,7 @@ def _parts_table(run_set: RunSet, timed: Mapping[str, PartFigures]) -> Table:
     count, step = len(run_set.measured), run_set.processes(STEP)
     steps = [run.samples[STEP].count for run in run_set.measured]
     each = f"{steps[0]}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
-    missing = f" of {run_set.asked} asked for" if count < run_set.asked else ""
+    missing = f" of {run_set.requested} asked for" if count < run_set.requested else ""
     notes = [f"{counted(count, 'process')}{missing}, each started afresh and measured over {each} steps."]
     joules = [one for run in run_set.measured if (one := joules_per_step(run)) is not None]
     if joules:
@@ -312,9 +312,9 @@ def disagreement(shown: Run, others: Iterable[Run], part: str = STEP) -> Disagre
     return max(disagreements, key=lambda one: one.size, default=None)
 
 
-def disagreeing(found: Iterable[Disagreement | None]) -> Iterator[Finding]:
+def disagreeing(disagreements: Iterable[Disagreement | None]) -> Iterator[Finding]:
     """The largest of these disagreements as a finding that counts the others; nothing where there is none."""
-    known = [one for one in found if one is not None]
+    known = [one for one in disagreements if one is not None]
     if not known:
         return
     worst, cells = max(known, key=lambda one: one.size), len({one.shown.workload.key for one in known})
@@ -452,9 +452,9 @@ def verdict(change: Change | None) -> str:
         word = "slower" if change.share > 0 else "faster"
         within = f"interval {low * 100:+.1f} to {high * 100:+.1f} %"
         return f"The second is {format_share(abs(change.share))} {word} ({within})."
-    seen = f", and one above {format_share(change.detectable)} would have been" if change.detectable else ""
-    often = f" (in {SEEN_IN * 10:.0f} of 10 such comparisons)" if seen else ""
-    return f"No difference seen{seen}{often}."
+    detectable = f", and one above {format_share(change.detectable)} would have been" if change.detectable else ""
+    often = f" (in {SEEN_IN * 10:.0f} of 10 such comparisons)" if detectable else ""
+    return f"No difference seen{detectable}{often}."
 
 
 def interval_text(interval: Interval | None) -> str:

@@ -328,10 +328,10 @@ def table_panels(runs: Sequence[Run], query: TableQuery) -> tuple[Panel, ...]:
         Panel(
             x_title=x,
             y_title=f"{name} ({unit})" if (unit := VALUES[name].unit) else name,
-            points=tuple(found),
+            points=tuple(places),
             frame=frame,
         )
-        for name, found in points.items()
+        for name, places in points.items()
     )
 
 

@@ -122,9 +122,9 @@ class Nest:
 
     def self_ns(self, durations: pl.Series) -> pl.Series:
         """For every position, the interval's duration (`durations` is by row) less those of its direct children."""
-        own = durations.gather(self.order)
+        lasted = durations.gather(self.order)
         inside = (
-            pl.DataFrame({"parent": self.parent, "inner": own})
+            pl.DataFrame({"parent": self.parent, "inner": lasted})
             .drop_nulls("parent")
             .group_by("parent")
             .agg(pl.col("inner").sum())
@@ -134,7 +134,7 @@ class Nest:
             .join(inside, left_on="row", right_on="parent", how="left", maintain_order="left")["inner"]
             .fill_null(0)
         )
-        return (own - spent).clip(lower_bound=0)
+        return (lasted - spent).clip(lower_bound=0)
 
     def innermost(self, track: pl.Series, time_ns: pl.Series) -> pl.Series:
         """Row of the innermost interval that is open on that track at that moment (its end excluded), or null."""
@@ -166,8 +166,8 @@ class Nest:
             open_ones = left.with_columns(self.parents(left["at"]).alias("at")).drop_nulls("at")
         if open_ones.height:
             answers.append(open_ones.select("query", self._swept(open_ones["key"])))
-        found = pl.concat([queries.select("query", "at").clear(), *answers])
-        joined = queries.select("query").join(found, on="query", how="left", maintain_order="left")
+        innermost = pl.concat([queries.select("query", "at").clear(), *answers])
+        joined = queries.select("query").join(innermost, on="query", how="left", maintain_order="left")
         return joined["at"].alias("position")
 
     def _swept(self, keys: pl.Series) -> pl.Series:
@@ -175,7 +175,7 @@ class Nest:
         starts, ends = self._starts.to_list(), self._ends.to_list()
         stack: list[int] = []
         begun = 0
-        found: list[int | None] = [None] * len(keys)
+        innermost: list[int | None] = [None] * len(keys)
         moments = keys.to_list()
         for query in keys.arg_sort().to_list():
             while begun < self.height and starts[begun] <= moments[query]:
@@ -183,8 +183,8 @@ class Nest:
                 begun += 1
             while stack and ends[stack[-1]] <= moments[query]:
                 stack.pop()
-            found[query] = stack[-1] if stack else None
-        return pl.Series("at", found, dtype=pl.Int64)
+            innermost[query] = stack[-1] if stack else None
+        return pl.Series("at", innermost, dtype=pl.Int64)
 
 
 def numbered(frame: pl.DataFrame, by: list[str]) -> pl.Series:

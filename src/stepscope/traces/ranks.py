@@ -153,17 +153,17 @@ def collectives_of(attribution: Attribution, steps: dict[int, int]) -> pl.DataFr
     kernels = attribution.kernels.filter(pl.col("family") == "communication").sort("start_ns", "stream")
     if not kernels.height or attribution.table.on_cpu:
         return pl.DataFrame(schema=COLLECTIVES)
-    told = _told(kernels, attribution.table)
+    sized = _told(kernels, attribution.table)
     names = pl.coalesce(pl.col("collective"), pl.col("range"), pl.col("name").cast(pl.String))
-    kinds = {name: kind_of(name).name for name in told.select(names.alias("n"))["n"].unique().to_list()}
+    kinds = {name: kind_of(name).name for name in sized.select(names.alias("n"))["n"].unique().to_list()}
     elements = pl.max_horizontal("elements_in", "elements_out")
     sizes = {
         (count, dtype): message_bytes(count, dtype)
-        for count, dtype in told.select(elements, "dtype").unique().iter_rows()
+        for count, dtype in sized.select(elements, "dtype").unique().iter_rows()
     }
     size = pl.col("group_size")
-    bytes_ = [sizes[row] for row in told.select(elements, "dtype").iter_rows()]
-    return told.select(
+    bytes_ = [sizes[row] for row in sized.select(elements, "dtype").iter_rows()]
+    return sized.select(
         "device",
         "stream",
         names.replace_strict(kinds, return_dtype=pl.String).alias("kind"),
@@ -185,9 +185,12 @@ _SAID = ("collective", "group", "group_size", "elements_in", "elements_out", "dt
 def _told(kernels: pl.DataFrame, table: TraceTable) -> pl.DataFrame:
     """The kernels with what their own arguments say, or else the operator that launched them, and the name of the range
     round their launch (`nccl:all_to_all`: its kernels are called SendRecv)."""
-    own = table.collectives.drop_nulls("correlation").unique(["correlation", "start_ns"], keep="first")
+    rows = table.collectives.drop_nulls("correlation").unique(["correlation", "start_ns"], keep="first")
     kernels = kernels.join(
-        own.select("correlation", "start_ns", *_SAID), on=["correlation", "start_ns"], how="left", maintain_order="left"
+        rows.select("correlation", "start_ns", *_SAID),
+        on=["correlation", "start_ns"],
+        how="left",
+        maintain_order="left",
     )
     calls = table.operators.join(
         table.collectives.filter(pl.col("correlation").is_null()).unique(
@@ -502,9 +505,9 @@ def job_of(ranks: list[Rank]) -> Job:
                 f"rank {before.number} is here twice: {before.source} and {after.source}: give one of them"
             )
     # No two processes run alike to the nanosecond; captures that say their rank need no such guess.
-    seen: dict[tuple[int, ...], Rank] = {}
+    first_of: dict[tuple[int, ...], Rank] = {}
     for rank in (rank for rank in ordered if rank.ranks is None):
-        same = seen.setdefault((rank.start_ns, rank.end_ns, rank.kernels, rank.computation_ns), rank)
+        same = first_of.setdefault((rank.start_ns, rank.end_ns, rank.kernels, rank.computation_ns), rank)
         if same is not rank and same.kernels > 1:
             raise InputError(f"{same.source} and {rank.source} hold the same work at the same time: give one of them")
     sizes = {rank.ranks: rank for rank in ordered if rank.ranks is not None}
@@ -551,23 +554,23 @@ def captures_in(folder: Path) -> list[Path]:
         raise InputError(f"{folder}: cannot be read: {error.strerror or error}") from None
     if any((folder / name).exists() for name in CAPTURE_FILES):
         return []
-    found = [
+    paths = [
         entry
         for entry in entries
         if (entry.is_file() and entry.name.endswith(_CAPTURES) and not _holds_no_events(entry))
         or (entry.is_dir() and any((entry / name).exists() for name in CAPTURE_FILES))
     ]
-    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in _NUMBERS.split(path.name)])
+    return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part for part in _NUMBERS.split(path.name)])
 
 
 def _of_ranks(folder: Path) -> list[Path]:
     """The captures of the ranks that shared a run's step, its own first; empty where there are no others."""
-    own = [folder / name for name in CAPTURE_FILES if (folder / name).exists()]
+    captures = [folder / name for name in CAPTURE_FILES if (folder / name).exists()]
     others = [
         one for one in folder.glob(RANK_FOLDER.format(rank="*")) if any((one / n).exists() for n in CAPTURE_FILES)
     ]
     others.sort(key=lambda one: (len(one.name), one.name))
-    return [own[0], *others] if own and others else []
+    return [captures[0], *others] if captures and others else []
 
 
 def _holds_no_events(path: Path) -> bool:
@@ -596,7 +599,7 @@ def load_job(captures: list[Path], *, say: Callable[[str], None]) -> Job:
     for place, path in enumerate(captures):
         say(f"reading rank {place + 1} of {len(captures)}: {path.name}")
         summary = load_capture(path, say=say)
-        told, named = summary.attribution.table.rank, _RANK.search(path.name)
-        number = told if told is not None else int(named[1]) if named else place
+        recorded, named = summary.attribution.table.rank, _RANK.search(path.name)
+        number = recorded if recorded is not None else int(named[1]) if named else place
         ranks.append(rank_of(summary, number, str(path)))
     return job_of(ranks)

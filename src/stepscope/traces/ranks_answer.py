@@ -221,16 +221,16 @@ def _doubts(job: Job) -> Iterator[answer.Finding]:
     for rank in job.ranks:
         for finding in rank.doubts:
             by_kind.setdefault(finding.kind, []).append((finding, rank.number))
-    for found in by_kind.values():
-        gravest, number = min(found, key=lambda one: answer.SEVERITIES.index(one[0].severity))
-        others = [other for _, other in found if other != number]
+    for doubts in by_kind.values():
+        gravest, number = min(doubts, key=lambda one: answer.SEVERITIES.index(one[0].severity))
+        others = [other for _, other in doubts if other != number]
         also = f" The like is said of {_ranks(others)}." if others else ""
         yield answer.Finding(
             kind=gravest.kind,
             severity=gravest.severity,
             sentence=f"Rank {number}: {gravest.sentence}{also}",
             remedy=gravest.remedy,
-            evidence={"ranks": len(found), "rank": number, **gravest.evidence},
+            evidence={"ranks": len(doubts), "rank": number, **gravest.evidence},
         )
 
 
@@ -289,13 +289,13 @@ def steps_differ(job: Job) -> answer.Finding | None:
         by_steps.setdefault(rank.step_numbers or tuple(range(rank.steps)), []).append(rank.number)
     if len(by_steps) == 1:
         return None
-    said = [
+    counts = [
         f"{_ranks(numbers)} {'has' if len(numbers) == 1 else 'have'} {_steps(steps)}"
         for steps, numbers in by_steps.items()
     ]
     return answer.warning(
         "steps-differ",
-        f"The captures are not of the same steps: {'; '.join(said)}. Collectives are compared where both sides have "
+        f"The captures are not of the same steps: {'; '.join(counts)}. Collectives are compared where both sides have "
         "them; figures a step are of each rank's own steps.",
         {"kinds": len(by_steps)},
         remedy="capture the same steps on every rank, and let each capture end before the process does",

@@ -348,11 +348,11 @@ def _family_roofs(attribution: Attribution, operators: tuple[OperatorRoof, ...])
         spent.filter(pl.col("phase") == BACKWARD).sum().alias("backward_ns"),
     )
     for row in times.sort("device_ns", "family", descending=[True, False]).iter_rows(named=True):
-        own = [each for each in operators if each.family == row["family"]]
-        covered = [each for each in own if each.work and each.bytes_moved is not None]
+        of_family = [each for each in operators if each.family == row["family"]]
+        covered = [each for each in of_family if each.work and each.bytes_moved is not None]
         bounded = [each for each in covered if each.bound_ns is not None]
         by_verdict: Counter[Verdict] = Counter()
-        for each in own:
+        for each in of_family:
             if each.verdict:
                 by_verdict[each.verdict] += each.family_ns
         verdict, verdict_ns = next(iter(by_verdict.most_common(1)), (None, 0))
@@ -489,8 +489,8 @@ def _calls(attribution: Attribution) -> pl.DataFrame:
     says = [product_arithmetic(name) for name in names]
     # What is no product computes on CUDA cores, in fp32 for 16-bit elements too.
     arithmetic = [
-        said if family in _PRODUCTS else "fp64" if said == "fp64" else "fp32"
-        for said, family in zip(says, distinct["family"], strict=True)
+        dtype if family in _PRODUCTS else "fp64" if dtype == "fp64" else "fp32"
+        for dtype, family in zip(says, distinct["family"], strict=True)
     ]
     work = work.join(
         distinct.with_columns(

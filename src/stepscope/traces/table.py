@@ -290,8 +290,8 @@ def with_launches(
     if arrows is not None and arrows.height:
         work = _filled(work, lambda rows: _from_arrows(rows, calls, arrows))
     if work.select((pl.col("external").is_not_null() & pl.col("launch_ns").is_null()).any()).item():
-        taken = work["launch_row"]
-        work = _filled(work, lambda rows: _by_external_ids(rows, calls, taken))
+        launch_rows = work["launch_row"]
+        work = _filled(work, lambda rows: _by_external_ids(rows, calls, launch_rows))
         if operators is not None:  # as the operators of their external ids began
             by = ["process", "external"]
             began = operators.select(*by, launch_ns="start_ns", launch_thread="thread").drop_nulls()
@@ -304,14 +304,14 @@ def _filled(work: pl.DataFrame, find: Callable[[pl.DataFrame], pl.DataFrame]) ->
     """Work with what `find` tells of rows without a launch, by their place `at`: process, and the launch's columns."""
     launch = ("launch_row", "launch_ns", "launch_thread")
     rows = work.select("process", "device", "stream", "start_ns", "duration_ns", "external", "launch_ns")
-    told = find(rows.with_row_index("at").filter(pl.col("launch_ns").is_null()).drop("launch_ns"))
-    if not told.height:
+    places_found = find(rows.with_row_index("at").filter(pl.col("launch_ns").is_null()).drop("launch_ns"))
+    if not places_found.height:
         return work
     places = pl.int_range(work.height, dtype=pl.UInt32, eager=True).alias("at").to_frame()
-    told = places.join(told, on="at", how="left", maintain_order="left")
+    places_found = places.join(places_found, on="at", how="left", maintain_order="left")
     return work.with_columns(
-        pl.coalesce(told["process"], "process").alias("process"),
-        *(pl.coalesce(column, told[column]).alias(column) for column in launch),
+        pl.coalesce(places_found["process"], "process").alias("process"),
+        *(pl.coalesce(column, places_found[column]).alias(column) for column in launch),
     )
 
 
@@ -353,12 +353,12 @@ def _at_the_start(ends: pl.DataFrame, slices: pl.DataFrame, track: list[str]) ->
     )
 
 
-def _by_external_ids(rows: pl.DataFrame, calls: pl.DataFrame, taken: pl.Series) -> pl.DataFrame:
+def _by_external_ids(rows: pl.DataFrame, calls: pl.DataFrame, launch_rows: pl.Series) -> pl.DataFrame:
     """The launches of these rows of work by the external ids of calls, turn by turn."""
     by = ["process", "external"]
     turn = pl.int_range(pl.len()).over(by).alias("turn")
     free = calls.with_row_index("launch_row").filter(launches(calls["name"])).drop_nulls("external")
-    free = free.filter(~pl.col("launch_row").is_in(taken.drop_nulls().implode())).sort("start_ns")
+    free = free.filter(~pl.col("launch_row").is_in(launch_rows.drop_nulls().implode())).sort("start_ns")
     free = free.select("launch_row", *by, turn, launch_ns="start_ns", launch_thread="thread")
     waiting = rows.drop_nulls("external").sort("start_ns", nulls_last=True).select("at", *by, turn)
     return waiting.join(free, on=[*by, "turn"], how="inner")
@@ -494,13 +494,13 @@ def without_impossible_times(work: pl.DataFrame, others: Frames, damage: Damage)
         return (pl.col("start_ns") - int(cast("float", time_ns or 0))).abs() < FAR_NS
 
     host = pl.concat([frames[what]["start_ns"] for what in (CALLS, OPERATORS, RANGES)]).drop_nulls()
-    own = work.filter(~zero)["start_ns"].drop_nulls()
-    near = is_near(pl.concat([host, own] if not host.len() else [host]).median())
+    device = work.filter(~zero)["start_ns"].drop_nulls()
+    near = is_near(pl.concat([host, device] if not host.len() else [host]).median())
     for what, frame in frames.items():
         frames[what] = frame.filter(near)
         add_count(damage.untimed, what, frame.height - frames[what].height)
-    if own.len() and not work.filter(~zero).select(near.any()).item():
-        near = is_near(own.median())  # the device has a clock of its own
+    if device.len() and not work.filter(~zero).select(near.any()).item():
+        near = is_near(device.median())  # the device has a clock of its own
     known = ~zero & near.fill_null(False)
     return work.with_columns(pl.when(known).then("start_ns").alias("start_ns")), frames
 

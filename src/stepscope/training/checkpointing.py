@@ -148,16 +148,16 @@ class KeptByBlock:
 
     def places(self, count: int, device: torch.device) -> list[Tensor]:
         """Room for so many bytes of the device, behind what the block has sent before."""
-        found: list[Tensor] = []
+        pieces: list[Tensor] = []
         while count:
             if self._rest is None or not len(self._rest):
                 self._rest = self.copies.piece(device)
                 self._pieces.append(self._rest)
             place = self._rest[:count]
-            found.append(place)
+            pieces.append(place)
             self._rest = self._rest[-(-len(place) // _ALIGNED) * _ALIGNED :]
             count -= len(place)
-        return found
+        return pieces
 
     def end_forward(self) -> None:
         self._newest = None
@@ -190,10 +190,10 @@ class KeptByBlock:
         if self._back is not None and not self._begun:
             _await(self._back)  # nobody asked for what comes back: its memory is not free until it is there
 
-    def given(self, operator: Any) -> Any:
+    def take(self, operator: Any) -> Any:
         """What the operator returned at this place in forward; None where it was not kept."""
         outputs = self._outputs[operator]
-        return tree_map_only((_Away, _Wrapped), lambda away: away.taken(), outputs.popleft()) if outputs else None
+        return tree_map_only((_Away, _Wrapped), lambda away: away.take(), outputs.popleft()) if outputs else None
 
 
 def _away(tensor: Tensor) -> "_Away | _Wrapped":
@@ -212,9 +212,9 @@ class _Wrapped:
         self.leaves: list[_Away] = [leaf for part in away for leaf in part.leaves]
         self._type, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
 
-    def taken(self) -> Tensor:
+    def take(self) -> Tensor:
         parts = {
-            name: part.taken() if isinstance(part, (_Away, _Wrapped)) else part for name, part in self._parts.items()
+            name: part.take() if isinstance(part, (_Away, _Wrapped)) else part for name, part in self._parts.items()
         }
         return self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
 
@@ -278,7 +278,7 @@ class _Away:
         in_order = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return in_order.split([len(place) for place in self._places])
 
-    def taken(self) -> Tensor:
+    def take(self) -> Tensor:
         """The tensor, which belongs to the caller alone from now on."""
         tensor, self._tensor = self._tensor, None
         assert tensor is not None
@@ -319,8 +319,8 @@ class _Giving(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = self._kept.given(func) if func in self._kept.copies.operators else None
-        return func(*args, **(kwargs or {})) if given is None else given
+        output = self._kept.take(func) if func in self._kept.copies.operators else None
+        return func(*args, **(kwargs or {})) if output is None else output
 
 
 def _copies_by_itself(device: torch.device) -> bool:

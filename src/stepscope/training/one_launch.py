@@ -57,8 +57,8 @@ class AdamWOneLaunch(Updating):
     def _update_all(self) -> None:
         ready: dict[int, list[Tensor]] = {}
         for number, group in enumerate(self.param_groups):
-            if found := [parameter for parameter in group["params"] if parameter.grad is not None]:
-                ready[number] = found
+            if updated := [parameter for parameter in group["params"] if parameter.grad is not None]:
+                ready[number] = updated
                 self._begin(number)
         updates = [
             (number, self._update_of(number, parameters), _gradients(parameters))
@@ -77,11 +77,11 @@ class AdamWOneLaunch(Updating):
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, updated_by(self), strict=True):
-            given = state_dict["state"].get(number, {})
+            moments = state_dict["state"].get(number, {})
             kept = self.state[parameter]
             for name in ("master", "exp_avg", "exp_avg_sq"):
-                if name in given:
-                    kept[name] = given[name].detach().to(parameter.device, torch.float32, copy=True)
+                if name in moments:
+                    kept[name] = moments[name].detach().to(parameter.device, torch.float32, copy=True)
         self._moving.clear()
         self._updates.clear()
 
@@ -222,7 +222,7 @@ def moments_beside(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """
     # Twice as many numbers for each parameter, each moment on an address of its own block's alignment.
     sizes = [2 * aligned_numbers(parameter.numel()) for parameter in parameters]
-    found: list[tuple[Tensor, Tensor]] = []
+    pairs: list[tuple[Tensor, Tensor]] = []
     for places in moment_blocks(sizes):
         block = torch.zeros(sum(sizes[i] for i in places), dtype=torch.float32, device=parameters[places[0]].device)
         first = 0
@@ -230,9 +230,9 @@ def moments_beside(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
             size, stride = parameters[i].size(), parameters[i].stride()
             starts = (first, first + sizes[i] // 2)
             average, square = (block.as_strided(size, stride, start) for start in starts)
-            found.append((average, square))
+            pairs.append((average, square))
             first += sizes[i]
-    return found
+    return pairs
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

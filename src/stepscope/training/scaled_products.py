@@ -47,10 +47,10 @@ def scale_products(parts: Sequence[nn.Module], by: By, dtype: str) -> None:
 
     Layers whose sizes are no multiples of 16 stay as they are. Raises InputError where no layer is left.
     """
-    found = [module for part in parts for module in part.modules() if type(module) is nn.Linear]
-    taken = [one for one in found if takes_scaled(one.in_features, one.out_features)]
-    check_scaled_layers(len(taken), dtype)
-    for module in taken:
+    linears = [module for part in parts for module in part.modules() if type(module) is nn.Linear]
+    scaled = [one for one in linears if takes_scaled(one.in_features, one.out_features)]
+    check_scaled_layers(len(scaled), dtype)
+    for module in scaled:
         setattr(module, "__class__", ScaledLinear)  # noqa: B010  (types know no such change)
         setattr(module, "by", by)  # noqa: B010
         kernels = by == "tensor" and module.weight.is_cuda and triton_fault("cuda") is None
@@ -95,11 +95,11 @@ class ScaledLinear(nn.Linear):
         rows = input.reshape(-1, self.in_features)
         check_scaled_rows(rows.shape[0])
         x, weight = rows.to(torch.bfloat16), self.weight.to(torch.bfloat16)
-        made: Tensor = (
+        product: Tensor = (
             _ProductsByKernels.apply(x, weight) if self.kernels else _ScaledProducts.apply(x, weight, self.by)
         )  # pyright: ignore[reportAssignmentType]
-        made = made.view(*input.shape[:-1], self.out_features)
-        return made if self.bias is None else made + self.bias.to(made.dtype)
+        product = product.view(*input.shape[:-1], self.out_features)
+        return product if self.bias is None else product + self.bias.to(product.dtype)
 
 
 class _ScaledProducts(torch.autograd.Function):

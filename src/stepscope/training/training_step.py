@@ -200,7 +200,7 @@ class Ranks(Peers):
         """Every rank's value, in the order of the ranks, on every rank."""
         return [value]
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """The first rank's value, on every rank."""
         return value
 

@@ -40,7 +40,7 @@ from stepscope.core.workloads import TextbookWorkload
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024)
 RATES = Rates(
     peak_flops_per_s=2e14, matmul_flops_per_s=1e14, attention_flops_per_s=5e13, elementwise_bytes_per_s=1e12,
-    fused_bytes_per_s=2e12, optimizer_bytes_per_s=1e12, launch_s=0.0, said=(),
+    fused_bytes_per_s=2e12, optimizer_bytes_per_s=1e12, launch_s=0.0, assumptions=(),
 )  # fmt: skip
 NETWORK = Network(
     name="by hand", node=8, inside_bytes_per_s=100e9, between_bytes_per_s=10e9, inside_latency_s=0.0,

@@ -141,7 +141,7 @@ def test_what_the_imitation_of_cuda_gets_wrong_is_named():
 def test_a_transformer_and_ones_own_by_the_rules_of_cuda(own: str):
     rows = tree(study_autocast("tiny", device="cpu", rules="cuda"))
     assert rows["blocks.0 to 3, each.attention.query"]["output"] == "bf16"
-    rows = tree(study_autocast(own=f"{own}:late", device="cpu", rules="cuda"))
+    rows = tree(study_autocast(factory=f"{own}:late", device="cpu", rules="cuda"))
     assert rows["norm"]["output"] == "fp32", "on a CPU it stays in the 16 bits that go in"
 
 
@@ -235,7 +235,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_an_uneven_model_of_ones_own(own: str):
-    found = study_autocast(own=f"{own}:uneven", device="cpu")
+    found = study_autocast(factory=f"{own}:uneven", device="cpu")
     rows = tree(found)
     assert rows["shared"]["calls"] == 3
     assert rows["shared"]["input"] == "fp32, bf16"  # the first call, and those after it
@@ -255,19 +255,19 @@ def test_an_uneven_model_of_ones_own(own: str):
 
 @pytest.mark.parametrize("factory", ["Loss", "instance", "pair"])
 def test_forward_may_return_the_loss(own: str, factory: str):
-    rows = tree(study_autocast(own=f"{own}:{factory}", device="cpu"))
+    rows = tree(study_autocast(factory=f"{own}:{factory}", device="cpu"))
     assert str(rows["loss"]["kind"]).startswith("returned by ")
 
 
 def test_a_module_that_forward_makes_is_shown_without_what_hooks_would_have_seen(own: str):
-    rows = tree(study_autocast(own=f"{own}:late", device="cpu"))
+    rows = tree(study_autocast(factory=f"{own}:late", device="cpu"))
     assert rows["norm"]["calls"] == 1
     assert (rows["late.0"]["kind"], rows["late.0"]["calls"], rows["late.0"]["output"]) == ("Linear", None, "")
     assert (rows["late.0.weight"]["dtype"], rows["late.0.weight"]["gradient"]) == ("fp32", "fp32")
 
 
 def test_a_loss_that_is_no_number_is_said(own: str):
-    found = study_autocast(own=f"{own}:infinite", device="cpu")
+    found = study_autocast(factory=f"{own}:infinite", device="cpu")
     assert [finding.severity for finding in found.findings if finding.kind == "loss"] == ["warning"]
 
 
@@ -291,7 +291,7 @@ def test_a_loss_that_is_no_number_is_said(own: str):
 )
 def test_what_is_wrong_with_a_module_is_one_line(own: str, factory: str, said: str):
     with pytest.raises(InputError, match=said) as raised:
-        study_autocast(own=f"{own}:{factory}", device="cpu")
+        study_autocast(factory=f"{own}:{factory}", device="cpu")
     assert "\n" not in str(raised.value)
     assert not torch.is_autocast_enabled("cpu")
 
@@ -299,10 +299,10 @@ def test_what_is_wrong_with_a_module_is_one_line(own: str, factory: str, said: s
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"own": "nowhere_to_be_found:f"}, "cannot be imported: ModuleNotFoundError"),
-        ({"own": "torch"}, "write package.module:factory"),
-        ({"own": ":f"}, "write package.module:factory"),
-        ({"own": ".relative:f"}, "cannot be imported"),
+        ({"factory": "nowhere_to_be_found:f"}, "cannot be imported: ModuleNotFoundError"),
+        ({"factory": "torch"}, "write package.module:factory"),
+        ({"factory": ":f"}, "write package.module:factory"),
+        ({"factory": ".relative:f"}, "cannot be imported"),
         ({"model": "huge"}, "unknown model 'huge'"),
         ({"model": "10B"}, "choose a smaller preset"),
         ({"dtype": "fp32"}, "unknown dtype 'fp32'"),

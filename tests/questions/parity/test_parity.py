@@ -24,7 +24,7 @@ LEFT_OUT = (5, 4, 1, 0)
 
 
 def asked(ways: dict[str, Any] | None = None, own: str = OWN, **arguments: Any) -> Answer:
-    return study_parity(own=own, arguments=arguments, device="cpu", **(ways or {"accumulation": (2,)}))
+    return study_parity(factory=own, arguments=arguments, device="cpu", **(ways or {"accumulation": (2,)}))
 
 
 def rows(answer: Answer) -> dict[str, dict[str, Any]]:

@@ -89,7 +89,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def studied(own: str, *variants: str, **asked: Any) -> Answer:
-    return study_own_quality(own=own, steps=20, variants=variants or None, device="cpu", **asked)
+    return study_own_quality(factory=own, steps=20, variants=variants or None, device="cpu", **asked)
 
 
 def rows(found: Answer) -> dict[Any, tuple[Any, ...]]:
@@ -179,7 +179,7 @@ def test_a_loss_that_is_lost_before_any_update_is_not_the_learning_rates_doing(o
 )
 def test_questions_that_cannot_be_answered(own: str, factory: str, asked: dict[str, Any], said: str):
     with pytest.raises(InputError, match=said):
-        study_own_quality(own=f"{own}:{factory}", device="cpu", **asked)
+        study_own_quality(factory=f"{own}:{factory}", device="cpu", **asked)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ HERE = "tests.questions.shadow.planted"
 
 
 def asked(factory: str = "make", to: str = "bf16", **arguments: str) -> Answer:
-    return study_shadow(own=f"{HERE}:{factory}", arguments=arguments, to=to, device="cpu")
+    return study_shadow(factory=f"{HERE}:{factory}", arguments=arguments, to=to, device="cpu")
 
 
 def rows(answer: Answer, title: str = RANKING) -> dict[str, dict[str, Any]]:

@@ -32,7 +32,7 @@ class Here(Ranks):
         dist.all_gather_object(values, value)
         return values
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         values = [value]
         dist.broadcast_object_list(values, 0)
         return values[0]

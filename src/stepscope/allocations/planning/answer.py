@@ -81,7 +81,7 @@ def scaling(plan: Plan, machine: Machine) -> tuple[Scaled, ...]:
     # A mixture is what the memory of so many ranks leaves: other numbers have another, or no need of one.
     alike = best.checkpointing in CHECKPOINTINGS
     checkpointings = (best.checkpointing,) if alike else plan.question.checkpointings
-    found: list[Scaled] = []
+    rows: list[Scaled] = []
     for exact in (plan.question.ranks * 2.0**power for power in DOUBLINGS):
         ranks = int(exact)
         if ranks != exact or not 1 <= ranks <= MOST_RANKS:
@@ -90,8 +90,8 @@ def scaling(plan: Plan, machine: Machine) -> tuple[Scaled, ...]:
         other = plan if ranks == plan.question.ranks else search(question, machine, shown=1)
         reasons = other.too_large or other.refused
         why_not = "" if other.best else max(reasons, key=reasons.__getitem__, default="no layout")
-        found.append(Scaled(ranks=ranks, best=next(iter(other.best), None), why_not=why_not))
-    return tuple(found)
+        rows.append(Scaled(ranks=ranks, best=next(iter(other.best), None), why_not=why_not))
+    return tuple(rows)
 
 
 def stops_at(scaled: tuple[Scaled, ...], ranks: int) -> Scaled | None:
@@ -108,7 +108,7 @@ def sensitivity(plan: Plan, machine: Machine) -> tuple[Sensitivity, ...]:
     if not plan.best or plan.question.ranks == 1:
         return ()
     memory = RankMemory(plan.question.workload, plan.question.model)
-    found: list[Sensitivity] = []
+    rows: list[Sensitivity] = []
     network = machine.network
     for links, which in (("within a node", "inside"), ("between nodes", "between")):
         if links == "between nodes" and plan.question.ranks <= network.node:
@@ -118,8 +118,8 @@ def sensitivity(plan: Plan, machine: Machine) -> tuple[Sensitivity, ...]:
             candidates = {*plan.fastest, *(one.layout for one in plan.best)}
             layout = min(candidates, key=lambda layout, clock=clock: (clock.step(layout).step_s, layout.name))
             best = Planned(layout=layout, time=clock.step(layout), peak_bytes=0, needs=None)
-            found.append(Sensitivity(links=links, factor=factor, best=best))
-    return tuple(found)
+            rows.append(Sensitivity(links=links, factor=factor, best=best))
+    return tuple(rows)
 
 
 class Planning(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,8 +185,8 @@ def _lead(planning: Planning) -> Iterable[answer.Line]:
             f"{' and '.join(map(str, numbers))} ranks ({network.source}), not what the name says: among {fit.ranks}, "
             f"{kind} waits {format_seconds(fit.latency_s)}{moved}{others}."
         )
-    for said in planning.machine.rates.said:
-        yield answer.Line(said, "aside")
+    for sentence in planning.machine.rates.assumptions:
+        yield answer.Line(sentence, "aside")
     if question.ranks > 1:
         products, other_kernels = beside(planning.machine.rates, network)
         whose = "measured over NCCL on two H100" if network.beside is None else "as --network says"
@@ -328,8 +328,8 @@ def _best_table(planning: Planning) -> answer.Table:
             "tp, cp, pp, ep, dp: tensor (with sequence), context, pipeline, expert and data parallel; v: chunks of an "
             "interleaved pipeline.",
             *(
-                said
-                for k_of, said in ((selective_of, MIXTURES), (offload_of, said_of(planning.machine.rates)))
+                legend
+                for k_of, legend in ((selective_of, MIXTURES), (offload_of, said_of(planning.machine.rates)))
                 if any(k_of(one.layout.checkpointing) for one in planning.plan.best)
             ),
             *(
@@ -670,15 +670,15 @@ def _published_row(one: Published) -> tuple[answer.Cell, ...]:
     )  # fmt: skip
     model, rates = PlannedModel(config=config), rates_of(one.spec, workload)
     memory = RankMemory(workload, model)
-    found = planned(one.layout, memory, Clock(workload, memory, rates, network_for(one.spec)))
-    step, ranks = found.time.step_s, one.layout.ranks
+    prediction = planned(one.layout, memory, Clock(workload, memory, rates, network_for(one.spec)))
+    step, ranks = prediction.time.step_s, one.layout.ranks
     if one.mfu is not None:
         published, form = one.mfu, "{:.1%} MFU"
         plan = model.step_flops(workload.tokens, workload.seq_len) / step / ranks / rates.peak_flops_per_s
     else:
         published, form, plan = one.tokens_per_s, "{:,.0f} tokens/s", workload.tokens / step / ranks
     assert published is not None
-    peak = found.peak_bytes / GIB
+    peak = prediction.peak_bytes / GIB
     return (
         f"{one.model}, {ranks:,} GPUs, sequence {one.seq_len:,}, {one.layout.name}, {one.compile}",
         form.format(published),
@@ -702,18 +702,18 @@ def _measured_row(run: Run, network_of: NetworkOf) -> tuple[answer.Cell, ...] | 
     peaks = [memory.allocated_peak for memory in (run.evidence.memory, *of_ranks) if memory is not None]
     measured_s, measured = step.median_s, max((peak for peak in peaks if peak is not None), default=None)
     try:
-        found = by_sizes(workload, lambda sized: planned_step(sized, spec, network_of(spec)))
-        if measured_s is None or found is None:
+        prediction = by_sizes(workload, lambda sized: planned_step(sized, spec, network_of(spec)))
+        if measured_s is None or prediction is None:
             return None
         alone = workload.parallel == NOT_PARALLEL
-        peak = estimate(workload).peak_bytes if alone and is_predicted(workload) else found.peak_bytes
+        peak = estimate(workload).peak_bytes if alone and is_predicted(workload) else prediction.peak_bytes
     except InputError:  # no plan is of such a step
         return None
     # The device computes for so much of a step, communication left out; None where no step was profiled.
     profile, computing_s = run.evidence.profile, None
     if profile is not None:
         computing_s = profile.busy_s if run.shared is None else profile.computation_s
-    plan = found.time.step_s
+    plan = prediction.time.step_s
     return (
         cell_name(workload), measured_s, plan, plan / measured_s - 1, measured, peak if measured else None,
         100 * (peak / measured - 1) if measured else None,

@@ -106,7 +106,7 @@ class Space:
         fitting = [count for count in tried if count * grid.pipeline <= question.model.config.layers]
         for chunks in fitting if grid.pipeline > 1 else [1]:
             for sharding, shard in self._shardings(grid):
-                found = [
+                candidates = [
                     msgspec.structs.replace(
                         grid, sharding=sharding, shard=shard, chunks=chunks, micro_batch=size,
                         micro_batches=per_rank // size, checkpointing=checkpointing,
@@ -115,8 +115,8 @@ class Space:
                     if chunks == 1 or per_rank // size % grid.pipeline == 0
                     for checkpointing in question.tried
                 ]  # fmt: skip
-                if found:
-                    yield found
+                if candidates:
+                    yield candidates
 
     def _choices(self, dimension: str, most: int) -> list[int]:
         return [one for one in divisors(most) if self.question.fixed.get(dimension, one) == one]
@@ -126,7 +126,7 @@ class Space:
         if width == 1:
             return [("ddp", 1)]
         inside = max(d for d in divisors(width) if d * grid.tensor <= max(self.question.node, grid.tensor))
-        found: list[tuple[str, int]] = []
+        shardings: list[tuple[str, int]] = []
         for name, sharding in SHARDINGS.items():
             if fixed.get("sharding", name) != name or not (sharding.usual or "sharding" in fixed):
                 continue
@@ -135,8 +135,8 @@ class Space:
             groups = (1,) if not sharding.shares else (width, inside) if sharding.parameters else (width,)
             if "shard" in fixed and sharding.shares:
                 groups = (int(fixed["shard"]),)
-            found += [(name, size) for size in dict.fromkeys(groups) if size > 1 or not sharding.shares]
-        return found
+            shardings += [(name, size) for size in dict.fromkeys(groups) if size > 1 or not sharding.shares]
+        return shardings
 
     def _impossible(self, grid: Layout) -> str:
         """Why there is no such grid, or nothing."""
@@ -355,11 +355,11 @@ class _Tried:
             if fit[number] and layout.micro_batch not in slow and not self._take(layout, number - self.count):
                 slow.add(layout.micro_batch)
         for layout in open_to_mixtures(self._question, alike, fit):
-            for found in (mixed(layout, self._memory, self._room), self._offloading(layout)):
-                if found is not None:
+            for variant in (mixed(layout, self._memory, self._room), self._offloading(layout)):
+                if variant is not None:
                     self.count += 1
                     self.fitting += 1
-                    self._take(found, -self.count)
+                    self._take(variant, -self.count)
 
     def _offloading(self, layout: Layout, *, exactly: bool = False) -> Layout | None:
         if layout.pipeline > 1 or not self._question.offloads:
@@ -398,9 +398,9 @@ class _Tried:
             if _dimensions(layout) >= _dimensions(best.layout):
                 return None
             if -negative_s <= _NEARLY * best.time.step_s:
-                found = self._planned(layout)
-                if found.peak_bytes <= self._room:
-                    return found
+                plan = self._planned(layout)
+                if plan.peak_bytes <= self._room:
+                    return plan
         return None
 
     def _planned(self, layout: Layout) -> Planned:
@@ -418,23 +418,23 @@ class _Tried:
             # Take the layouts that fit by their very stages, where none did by interpolation, which counts more for
             # shards that come and go: a layout that a search found is found again where it is settled.
             for _, number, layout in self._missed:
-                found = self._planned(layout)
-                if found.peak_bytes <= self._room:
+                plan = self._planned(layout)
+                if plan.peak_bytes <= self._room:
                     self.too_large[_ACTIVATIONS] -= 1
                     self.fitting += 1
-                    self._take(found.layout, number)
+                    self._take(plan.layout, number)
             self.too_large = +self.too_large
         best: list[Planned] = []
-        seen: set[tuple[object, ...]] = set()
+        kinds: set[tuple[object, ...]] = set()
         for _, _, layout in sorted(self._fastest, key=lambda entry: entry[:2], reverse=True):
             kind = (layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, layout.sharding)
-            if kind in seen or len(best) == shown:
+            if kind in kinds or len(best) == shown:
                 continue
-            found = self._planned(layout)
-            if found.peak_bytes <= self._room:
-                seen.add(kind)
-                best.append(found)
-        return sorted(best, key=lambda found: found.time.step_s)
+            plan = self._planned(layout)
+            if plan.peak_bytes <= self._room:
+                kinds.add(kind)
+                best.append(plan)
+        return sorted(best, key=lambda plan: plan.time.step_s)
 
 
 def _dimensions(layout: Layout) -> int:
@@ -477,8 +477,8 @@ def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Spac
         )
         predicted = estimate(workload)
         peak, host = predicted.peak_bytes, predicted.host_bytes
-        found = Planned(layout=layout, time=clock.step(layout), peak_bytes=peak, needs=None, host_bytes=host)
-        return found, will_fit(workload, machine.budget, predicted), predicted.reserved_peak or peak
+        plan = Planned(layout=layout, time=clock.step(layout), peak_bytes=peak, needs=None, host_bytes=host)
+        return plan, will_fit(workload, machine.budget, predicted), predicted.reserved_peak or peak
 
     every: list[Layout] = []
     layers, room = question.model.config.layers, int(machine.budget.usable_bytes * (1 - SAFETY))
@@ -491,8 +491,8 @@ def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Spac
                     guess = on_line(layers, alone(least)[2], alone(most)[2], room)
                     every.append(with_most(least, layers, guess, lambda one: alone(one)[1]))
                 if question.offloads:
-                    found = clock.offloading(most, lambda one: alone(one)[1])
-                    every += [found] if found is not None else []
+                    offloaded = clock.offloading(most, lambda one: alone(one)[1])
+                    every += [offloaded] if offloaded is not None else []
     best = sorted((one for one, fits, _ in map(alone, every) if fits), key=lambda one: one.time.step_s)
     too_large = len(every) - len(best)
     nearest = min((alone(one)[0] for one in every), key=lambda one: one.peak_bytes) if every and not best else None

@@ -114,7 +114,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """The rate of copies to the host's memory, and of those back."""
     launch_s: float
     """What the host takes for a kernel; 0 where a compiled step has few of them."""
-    said: tuple[str, ...]
+    assumptions: tuple[str, ...]
     """The assumptions in sentences."""
 
 
@@ -147,7 +147,7 @@ def rates_of(spec: DeviceSpec, workload: TextbookWorkload, matmul_share: float |
     adamw = FUSED_ADAMW_SHARE if workload.optimizer == "adamw-fused" else ADAMW_SHARE
     rate = spec.peak_bytes_per_s
     fused = [part for part, name in workload.parts.items() if name != REFERENCE]
-    said = (
+    assumptions = (
         f"Matrix products run at {share:.1%} of the {peak / 1e12:,.4g} TFLOP/s of {product} that the datasheet of "
         f"{spec.name} names ({whose}), attention ({workload.attention}) at {attention:.1%}.",
         f"Elementwise work moves its bytes at {elementwise:.1%} of {rate / 1e12:g} TB/s, the optimizer at {adamw:.1%} "
@@ -165,7 +165,7 @@ def rates_of(spec: DeviceSpec, workload: TextbookWorkload, matmul_share: float |
         others_beside=OTHERS_BESIDE,
         host_bytes_per_s=HOST_BYTES_PER_S * 2.0 ** (pcie_generation(spec.name) - 5),
         launch_s=LAUNCH_S if eager else 0.0,
-        said=said,
+        assumptions=assumptions,
     )
 
 
@@ -614,10 +614,10 @@ def schedule(layout: Layout, rank: int) -> list[Work]:
         return Work(forward, number // (p * v) * p + number % p, chunk if forward else v - 1 - chunk)
 
     forwards, backwards = ([work(number, forward) for number in range(every)] for forward in (True, False))
-    found = forwards[:warm_up]
+    passes = forwards[:warm_up]
     for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
-        found += [forward, backward]
-    return found + backwards[every - warm_up :]
+        passes += [forward, backward]
+    return passes + backwards[every - warm_up :]
 
 
 # A step played through, piece by piece: each pipeline rank works off its schedule, and waits for what it needs.
@@ -752,13 +752,13 @@ def _slices(layout: Layout, replica: _Replica, time: StepTime) -> tuple[Slice, .
     ranks = sorted({round(i * (layout.pipeline - 1) / max(1, LANES - 1)) for i in range(LANES)})
     lanes = {rank: f"pipeline rank {rank}" for rank in ranks if rank < layout.pipeline}
     done = sorted((one for one in replica.done if one[0] in lanes), key=lambda one: one[2])
-    found: dict[int, list[Slice]] = {rank: [] for rank in lanes}
+    by_rank: dict[int, list[Slice]] = {rank: [] for rank in lanes}
     for rank, work, begins, ends in done[:SLICES]:
         kind = "forward" if work.forward else "backward"
         chunk = f", chunk {work.chunk}" if layout.chunks > 1 else ""
         name = f"{kind} of micro-batch {work.micro_batch}{chunk}"
-        found[rank].append(Slice(lanes[rank], begins * 1e3, ends * 1e3, kind, name))
-    slices = [one for of_rank in found.values() for one in of_rank]
+        by_rank[rank].append(Slice(lanes[rank], begins * 1e3, ends * 1e3, kind, name))
+    slices = [one for of_rank in by_rank.values() for one in of_rank]
     if len(done) > SLICES:
         return tuple(slices)
     end, reduced = replica.end_s * 1e3, (replica.end_s + time.data_s) * 1e3

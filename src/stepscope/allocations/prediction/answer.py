@@ -301,9 +301,9 @@ def answer_tensors(workload: TextbookWorkload, kept: Sequence[KeptTensor]) -> An
     return msgspec.structs.replace(answer, lead=(*answer.lead, Line(formula)))
 
 
-def answer_largest(found: Sequence[Largest], said: str) -> Answer:
+def answer_largest(rows: Sequence[Largest], memory: str) -> Answer:
     """The Answer on the largest batch and the longest sequence of each model."""
-    first = found[0].workload
+    first = rows[0].workload
     table = table_of(
         "model",
         ("parameters", ","),
@@ -316,11 +316,11 @@ def answer_largest(found: Sequence[Largest], said: str) -> Answer:
                 str(largest.batch_size or "none"),
                 str(largest.seq_len or "none"),
             )
-            for largest in found
+            for largest in rows
         ],
     )
     choices = describe_workload(first).split(" tokens, ", 1)[1]
-    lead = (Line(f"The largest that fits into {said}: {choices}."),)
+    lead = (Line(f"The largest that fits into {memory}: {choices}."),)
     return Answer(study="fit", question="What is the largest that fits?", lead=lead, tables=(table,))
 
 

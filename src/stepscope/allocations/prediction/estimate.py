@@ -188,15 +188,15 @@ class SymbolicStep:
         first, *others = ((p.elements, p.itemsize) for p in model.parameters)
         tensors = [first, angles, angles, *others]
         # A model in bf16 is made in fp32 and then cast, tensor by tensor. What was made becomes the master weight.
-        made = [self._stay(4 * elements, "parameters") for elements, _ in tensors]
+        storages = [self._stay(4 * elements, "parameters") for elements, _ in tensors]
         keeps_masters = PRECISIONS[workload.dtype].masters and workload.phase == "train"
         for i, (elements, size) in enumerate(tensors):
             if size != 4:
                 if keeps_masters:
-                    made[i].become(CATEGORIES.index("optimizer state"))
-                    self._resident.append(made[i])
-                made[i] = self._stay(size * elements, "parameters")
-        self._resident += made
+                    storages[i].become(CATEGORIES.index("optimizer state"))
+                    self._resident.append(storages[i])
+                storages[i] = self._stay(size * elements, "parameters")
+        self._resident += storages
         self._resident += [self._stay(workload.tokens * 8, "inputs") for _ in range(2 * DISTINCT_BATCHES)]
 
     def _stay(self, size: int, category: MemoryCategory) -> Storage:

@@ -49,8 +49,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 def budget_of_memory(memory_bytes: int) -> Budget:
     """A budget for PyTorch's allocator alone, as `stepscope run --memory` enforces one."""
-    said = f"{format_bytes(memory_bytes)} for PyTorch's allocator"
-    return Budget(total_bytes=memory_bytes, usable_bytes=memory_bytes, said=said)
+    source = f"{format_bytes(memory_bytes)} for PyTorch's allocator"
+    return Budget(total_bytes=memory_bytes, usable_bytes=memory_bytes, said=source)
 
 
 def budget_of_device(name: str) -> Budget:
@@ -439,17 +439,17 @@ class _Search(Generic[W]):
 
         Single changes that suffice; where fewer than two do, pairs, triples and so on too, until some suffice.
         """
-        found: list[tuple[Change, ...]] = []
+        sufficient: list[tuple[Change, ...]] = []
         # If the strongest settings together do not fit, no choice among them does.
         most = len(self._levers) if self._fits(self._strongest()) else 0
         for count in range(1, most + 1):
             for levers in itertools.combinations(self._levers, count):
-                changes = self._mildest(levers, found)
+                changes = self._mildest(levers, sufficient)
                 if changes is not None:
-                    found.append(changes)
-            if len(found) >= 2:
+                    sufficient.append(changes)
+            if len(sufficient) >= 2:
                 break
-        plans = [self._plan(self._with_most_blocks(changes)) for changes in found]
+        plans = [self._plan(self._with_most_blocks(changes)) for changes in sufficient]
         plans.sort(key=lambda plan: (plan.extra_flops_fraction or 0, plan.options.count("--")))
         return plans[:MOST_PLANS] + self._sharded()
 

@@ -411,18 +411,18 @@ class _CountingTape(Tape):
             # Its kernel turns the logits of each chunk into their gradients where they are.
             hidden, head = inputs
             self.ledger.moved += 2 * hidden.elements * head.elements // self.width**2 * hidden.itemsize
-        made = super().op(operator, elements, itemsize, inputs, **more)
+        output = super().op(operator, elements, itemsize, inputs, **more)
         if operator in _FUSED:
             # What it keeps besides was made a moment before.
             self.ledger.fused += self.ledger.moved - before + sum(one.bytes for one in more.get("also_saves", ()))
-        return made
+        return output
 
     def output(self, operator: str, size: int) -> Storage:
         before = self.ledger.moved, self.ledger.kernels
-        made = super().output(operator, size)
+        output = super().output(operator, size)
         if operator in _OPERATORS_LEFT_OUT:
             self.ledger.moved, self.ledger.kernels = before
-        return made
+        return output
 
     def _apply(self, node: Node, pending: dict[Node, Storage]) -> Sequence[Storage | None]:
         ledger, before, kernels = self.ledger, self.ledger.moved, self.ledger.kernels
@@ -431,10 +431,10 @@ class _CountingTape(Tape):
         if node.operator in _OPERATORS_LEFT_OUT:
             ledger.moved, ledger.kernels = before, kernels
             return gradients
-        made = ledger.moved - before
-        if made:  # otherwise the gradient is passed on
+        moved = ledger.moved - before
+        if moved:  # otherwise the gradient is passed on
             results = sum({id(one): one.bytes for one in gradients if one is not None}.values())
-            ledger.moved += reads + max(0, made - results)
+            ledger.moved += reads + max(0, moved - results)
         if node.operator in _FUSED:
             ledger.fused += ledger.moved - before
         return gradients

@@ -674,8 +674,8 @@ class FusedSymbolicModel(SymbolicModel):
             of_total.clear()
             return of_x, of_branch, of_weight
 
-        taken, kept = [x, branch, weight], [total, roots]
-        normal = tape.op("AddRmsNorm", elements, self.sizes.products, taken, also_saves=kept, backward=backward)
+        inputs, saved = [x, branch, weight], [total, roots]
+        normal = tape.op("AddRmsNorm", elements, self.sizes.products, inputs, also_saves=saved, backward=backward)
         return _second_result(tape, Tensor(total, elements, itemsize, normal.node), of_total), normal
 
     def _of_norm(self, elements: int, weight: Parameter) -> Callable[[Tape], Storage]:
@@ -683,11 +683,11 @@ class FusedSymbolicModel(SymbolicModel):
         shares = norm_programs(elements // self.d_model, self._device_type) * self.d_model * 4
         size = weight.bytes
 
-        def made(tape: Tape) -> Storage:
+        def gradient(tape: Tape) -> Storage:
             _shares = tape.storage(shares)
             return tape.storage(size)
 
-        return made
+        return gradient
 
     # ---- rope and SwiGLU
 

@@ -290,10 +290,10 @@ class Tape:
             if node is not None:
                 node.gives_views = gives_views
         output = self.output(operator, elements * itemsize)
-        made = [output] if not beside else [self.output(operator, beside), output]
+        outputs = [output] if not beside else [self.output(operator, beside), output]
         if node is not None and saves_output and node.segment is None:
-            node.saved = [*node.saved, *made]
-            for storage in made:
+            node.saved = [*node.saved, *outputs]
+            for storage in outputs:
                 storage.save()
         if saves_late and self._rerun is not None and self._rerun.saving == 0:
             raise _AllIsSaved

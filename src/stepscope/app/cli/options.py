@@ -41,8 +41,8 @@ def device_names(incomplete: str) -> list[str]:
     """The devices whose datasheets are known, each by the word of its name that has a number."""
     from stepscope.core.device_spec import DATASHEET
 
-    found = dict.fromkeys(word for name in DATASHEET for word in name.split() if any(map(str.isdigit, word)))
-    return completed(*found)(incomplete)
+    names = dict.fromkeys(word for name in DATASHEET for word in name.split() if any(map(str.isdigit, word)))
+    return completed(*names)(incomplete)
 
 
 # The options, by the names of the parameters that take them.

@@ -140,11 +140,11 @@ def stdout_kept_clean() -> Generator[None]:
 def progress() -> Generator[Callable[["Stage"], None]]:
     """A live line on a terminal; elsewhere one line for each stage that begins."""
     if not sys.stderr.isatty():
-        seen: set[str] = set()
+        printed: set[str] = set()
 
         def tell_plainly(stage: "Stage") -> None:
-            if stage.name not in seen:
-                seen.add(stage.name)
+            if stage.name not in printed:
+                printed.add(stage.name)
                 warn(f"{stage.name} {stage.detail}".rstrip())
 
         yield tell_plainly
@@ -217,13 +217,13 @@ def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
         for fault in faults:
             warn(f"measured again: {fault}")
         return
-    told: set[int] = set()
+    printed: set[int] = set()
     last: SweepState | None = None
 
     def tell(state: "SweepState") -> None:
         nonlocal last
         if state is not last:  # sweeps may follow one another, as those of a search do
-            told.clear()
+            printed.clear()
             last = state
         for fault in state.faults:
             if fault not in faults:
@@ -231,8 +231,8 @@ def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
                 warn(f"measured again: {fault}")
         rows = rows_of(state)
         for i, row in enumerate(rows):
-            if row.run is not None and i not in told:
-                told.add(i)
+            if row.run is not None and i not in printed:
+                printed.add(i)
                 warn(ended_cell_sentence(rows, i, state.seconds_left))
 
     yield tell
@@ -269,7 +269,7 @@ def mend() -> None:
 def give_back() -> TextIO | None:
     """Give the streams back as they were before `mend`. Returns a stream of our own to where stderr leads, whatever
     becomes of that; None if it is closed."""
-    own = _own_stderr() if 2 not in _were_closed else None
+    stderr = _own_stderr() if 2 not in _were_closed else None
     for stream, errors in _errors.items():
         stream.reconfigure(errors=errors)
     for name in _were_none:
@@ -278,7 +278,7 @@ def give_back() -> TextIO | None:
         os.close(number)
     for known in (_errors, _were_none, _were_closed):
         known.clear()
-    return own
+    return stderr
 
 
 def _own_stderr() -> TextIO | None:

@@ -178,10 +178,10 @@ def workload_in(text: str, takes: str) -> "OneWorkload":
     """The options of a workload in the text of --against, as `run` reads them. takes: what may be written, in words."""
     from stepscope.engine.workload_options import OneWorkload
 
-    found: list[OneWorkload] = []
+    workloads: list[OneWorkload] = []
 
     def take(*, workload: OneWorkload) -> None:
-        found.append(workload)
+        workloads.append(workload)
 
     command = command_of(Verb("run", take), TyperCommand, add_help_option=False)
     try:
@@ -194,9 +194,9 @@ def workload_in(text: str, takes: str) -> "OneWorkload":
             raise
         fault = one_line(Exception(message())).removesuffix(".")
         raise InputError(f"--against {text!r}: {fault}; {takes}") from None
-    if not found or not found[0].options:
+    if not workloads or not workloads[0].options:
         raise InputError(f"--against {text!r} says nothing of a workload: {takes}")
-    return found[0]
+    return workloads[0]
 
 
 # How every verb reads its arguments and shows its help; and the spellings of the release before.
@@ -253,8 +253,8 @@ class Command(TyperCommand):
             flag, sign, value = arg.partition("=")
             if flag in paths and not value and (sign or before_script[i + 1 : i + 2] == [""]):
                 raise InputError(f"{flag} is empty: name a path, or write `{flag} .` for the current directory")
-        own = renewed[: renewed.index("--")] if "--" in renewed else renewed
-        if _HELP_ALL in own:
+        before = renewed[: renewed.index("--")] if "--" in renewed else renewed
+        if _HELP_ALL in before:
             ctx.meta[_HELP_ALL] = True
             renewed = ["--help"]
         try:
@@ -265,10 +265,10 @@ class Command(TyperCommand):
                 self._refuse_anothers_option(str(getattr(error, "option_name", "")), ctx)
             raise
         sources = {param.opts[0]: ctx.get_parameter_source(param.name) for param in self.params}
-        given = [flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-        GIVEN.set(tuple(given))
+        flags = [flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        GIVEN.set(tuple(flags))
         for rule in self.verb.conflicts:
-            if fault := rule.fault(given):
+            if fault := rule.fault(flags):
                 raise InputError(fault)
         return rest
 

@@ -55,20 +55,20 @@ def bench(
     """
     from stepscope.questions.bench_functions import asked_by_functions
 
-    asked = asked_by_functions(
+    request = asked_by_functions(
         functions, reference=reference, shape=shape, inputs=inputs, sizes=sizes or {}, arguments=arguments or {},
         dtype=dtype, backward=backward, seconds=seconds,
     )  # fmt: skip
-    return _shown(_measured(asked, device, tell))
+    return _shown(_measured(request, device, tell))
 
 
-def _shown(found: Bench) -> Benched:
+def _shown(result: Bench) -> Benched:
     from stepscope.questions.bench import answer_bench
 
-    return Benched(found, shown_answer(answer_bench(found)))
+    return Benched(result, shown_answer(answer_bench(result)))
 
 
-def _measured(asked: Any, device: str, tell: Callable[[str], object]) -> Bench:
+def _measured(request: Any, device: str, tell: Callable[[str], object]) -> Bench:
     """The bench, with the ceilings of this device."""
     from stepscope.core.errors import StepscopeError
     from stepscope.questions.bench import reached_rates
@@ -77,16 +77,16 @@ def _measured(asked: Any, device: str, tell: Callable[[str], object]) -> Bench:
     from stepscope.recording.environment import resolve_device
 
     place = resolve_device(device)
-    found = run_bench(asked, place, tell=tell)
-    if found.interrupted or not any(row.seconds for row in found.timings):
-        return found
+    result = run_bench(request, place, tell=tell)
+    if result.interrupted or not any(row.seconds for row in result.timings):
+        return result
     try:
-        ceilings = ceilings_for(place, (asked.dtype,), tell, reached=reached_rates(found, asked.dtype))
+        ceilings = ceilings_for(place, (request.dtype,), tell, reached=reached_rates(result, request.dtype))
     except (StepscopeError, KeyboardInterrupt):  # what was measured stands without them
-        return found
-    matmul = ceilings.matmul_for(asked.dtype)
+        return result
+    matmul = ceilings.matmul_for(request.dtype)
     return msgspec.structs.replace(
-        found,
+        result,
         matmul_flops_s=matmul.rate if matmul is not None else None,
         copy_bytes_s=ceilings.copy.rate if ceilings.copy is not None else None,
     )
@@ -162,7 +162,7 @@ def command(
     lengths, views, large and tiny numbers and fully masked rows. What is wrong has no time. Times are taken in turns.
     """
     if from_ is not None:
-        found = decode_bench(read_named(from_), str(from_))
+        result = decode_bench(read_named(from_), str(from_))
     else:
         if function is None:
             raise InputError("bench needs a function: stepscope bench mine.py:softmax --shape 4096x1024")
@@ -176,18 +176,18 @@ def command(
             name: values[0] if len(values) == 1 else list(values) for name, values in parse_arguments(arg).items()
         }
         with stdout_kept_clean(), progress() as tell:
-            asked = asked_by_name(
+            request = asked_by_name(
                 function, against, reference=reference, preset=preset, shape=shape, inputs=inputs, sizes=size,
                 arguments=arguments, dtype=dtype, backward=not forward_only, seconds=seconds,
             )  # fmt: skip
-            found = _measured(asked, device, lambda words: tell(Stage(name=words)))
+            result = _measured(request, device, lambda words: tell(Stage(name=words)))
     from stepscope.questions.bench import answer_bench
 
-    shown.show(answer_bench(found), document=lambda: encode_bench(found).decode(), save=save)
+    shown.show(answer_bench(result), document=lambda: encode_bench(result).decode(), save=save)
     if from_ is not None:
         return EXIT_DONE
-    if found.interrupted:
+    if result.interrupted:
         return EXIT_INTERRUPTED
-    asked = next(iter(found.functions))
-    failed = any(row.function == asked and row.outcome == "failed" for row in found.timings)
-    return EXIT_CHECK_FAILED if failed or found.wrong(asked) else EXIT_DONE
+    function = next(iter(result.functions))
+    failed = any(row.function == function and row.outcome == "failed" for row in result.timings)
+    return EXIT_CHECK_FAILED if failed or result.wrong(function) else EXIT_DONE

@@ -250,8 +250,8 @@ def command(
     user_workload = workload.user_workload
     budgets = [budget_of_memory(memory)] if memory is not None else [*map(budget_of_device, device or ())]
     if user_workload is not None:
-        for mode, given in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)):
-            if given:
+        for mode, value in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)):
+            if value:
                 raise InputError(f"{mode} is for the textbook's model: leave it out; a step of your own runs on fakes")
         from stepscope.questions.fit_apart import fit_apart
 
@@ -355,12 +355,12 @@ def _show_largest(workloads: list[TextbookWorkload], budget: "Budget", shown: Pr
     from stepscope.allocations.prediction.answer import answer_largest
     from stepscope.allocations.prediction.fit import largest_that_fits
 
-    found = [largest_that_fits(workload, budget) for workload in workloads]
+    results = [largest_that_fits(workload, budget) for workload in workloads]
     rows = [
         {"model": largest.workload.model.name, "batch_size": largest.batch_size, "seq_len": largest.seq_len}
-        for largest in found
+        for largest in results
     ]
-    shown.show(answer_largest(found, budget.said), document=lambda: json_document(rows))
+    shown.show(answer_largest(results, budget.said), document=lambda: json_document(rows))
 
 
 def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | None, shown: Presentation) -> None:

@@ -93,13 +93,13 @@ def _phases(callables: object) -> tuple[Phase, ...]:
         name = getattr(callables, "__name__", type(callables).__name__)
         return _phases({f"{name}()" if name in _TAKEN else name: callables})
     if not isinstance(callables, Mapping) or not callables:
-        given = "are empty" if isinstance(callables, Mapping) else f"are {type(callables).__name__}"
-        raise InputError(f"the callables {given}: give a function, or functions by the names of their phases")
+        fault = "are empty" if isinstance(callables, Mapping) else f"are {type(callables).__name__}"
+        raise InputError(f"the callables {fault}: give a function, or functions by the names of their phases")
     phases: list[Phase] = []
     for name, run in cast("Mapping[Any, Any]", callables).items():
         if not isinstance(name, str) or not name or name in _TAKEN:
-            taken = f"{' and '.join(_TAKEN)} are the timer's own names"
-            raise InputError(f"a phase is named {name!r}: give it a name of its own; {taken}")
+            reserved = f"{' and '.join(_TAKEN)} are the timer's own names"
+            raise InputError(f"a phase is named {name!r}: give it a name of its own; {reserved}")
         if not callable(run):
             raise InputError(f"the phase {name!r} is {type(run).__name__}, which cannot be called: give a function")
         phases.append(Phase(name=name, run=run))

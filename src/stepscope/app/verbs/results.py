@@ -109,11 +109,11 @@ def show_in_notebooks() -> None:
     if shell is None:
         return
 
-    def html(found: object) -> str:
-        return as_html(answer_of(found))
+    def html(result: object) -> str:
+        return as_html(answer_of(result))
 
-    def text(found: object, printer: Any, _: bool) -> None:
-        printer.text(as_text(answer_of(found)))
+    def text(result: object, printer: Any, _: bool) -> None:
+        printer.text(as_text(answer_of(result)))
 
     formatters = shell.display_formatter.formatters
     for record in (Run, Answer, Table):

@@ -196,12 +196,12 @@ def run(
         written(shared.run, shared.directory)
         return shared
     with gradients_kept(model):
-        found, directory = measure_step(request, tell, load=load)
-    written(found, directory)
-    if exit_code(found) == EXIT_INTERRUPTED:
+        result, directory = measure_step(request, tell, load=load)
+    written(result, directory)
+    if exit_code(result) == EXIT_INTERRUPTED:
         warn(f"interrupted; what was measured is in {directory}")
         raise KeyboardInterrupt
-    return measured(found, directory)
+    return measured(result, directory)
 
 
 def _writer(log: str | Iterable[str]) -> Callable[[Run, Path], None]:
@@ -230,11 +230,11 @@ def _measured_by_ranks(request: StepRequest, tell: Tell) -> Measured:
         memory=request.memory,
     )  # fmt: skip
     try:
-        (found,) = run_sweep(plan, Policy(fresh=True, refuses=True), tell_of_cell)
+        (result,) = run_sweep(plan, Policy(fresh=True, refuses=True), tell_of_cell)
     except SweepInterrupted as interruption:
         warn(f"interrupted; what was measured is in {', '.join(map(str, interruption.kept)) or 'no directory'}")
         raise KeyboardInterrupt from None
-    return measured(found, Path(request.out) / found.id)
+    return measured(result, Path(request.out) / result.id)
 
 
 # A module that exists already.
@@ -359,16 +359,16 @@ def command(
         in_seconds="--seconds" in GIVEN.get() and timing.steps is None and not is_shared,
     )  # fmt: skip
     with stdout_kept_clean(), progress() as tell:
-        found, directory = measure_step(request, tell)
+        result, directory = measure_step(request, tell)
         if place is None or not place.rank:
-            _hand_out(found, directory, log, metrics)
-    code = exit_code(found)
+            _hand_out(result, directory, log, metrics)
+    code = exit_code(result)
     if place is not None and place.rank:
         return EXIT_DONE if code == EXIT_CHECK_FAILED else code  # the first rank shows what all measured, and doubts it
-    for capture in found.evidence.captures:
+    for capture in result.evidence.captures:
         if capture.failure:
             warn(f"no {capture.tool} trace: {capture.failure}")
-    _show(found, directory, shown, save)
+    _show(result, directory, shown, save)
     return code
 
 
@@ -396,8 +396,8 @@ def _hand_out(run: Run, directory: Path, log: tuple[str, ...], metrics: Path | N
 
 def _show(run: Run, directory: Path, shown: Presentation, save: Path | None) -> None:
     """The run, and what its trace and its memory say, where it kept them and this machine can read them."""
-    found = measured(run, directory)
-    traced, remembered = records_of(found)
+    result = measured(run, directory)
+    traced, remembered = records_of(result)
 
     def document() -> str:
         documents: dict[str, object] = {}
@@ -413,7 +413,7 @@ def _show(run: Run, directory: Path, shown: Presentation, save: Path | None) -> 
         return json_document({**msgspec.json.decode(text), **documents}) if documents else text
 
     records = [record.answer for record in (traced, remembered) if record is not None]
-    shown.show(found.answer, *records, document=document, save=save)
+    shown.show(result.answer, *records, document=document, save=save)
     if run.status == "done" and run.failure is None:
         shown.name_the_page(directory)
 

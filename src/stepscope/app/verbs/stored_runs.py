@@ -159,7 +159,7 @@ def show_command(
         if shown.json:
             return
     try:
-        found = find_run(run, runs)
+        stored = find_run(run, runs)
     except InputError:
         from stepscope.runs.run_sets import answer_set, sets_of
 
@@ -177,8 +177,8 @@ def show_command(
         if metrics is not None:
             from stepscope.runs.metrics import write_metrics
 
-            write_metrics(found, metrics)
-        shown.show(answer_run(found), document=lambda: encode_run(found).decode(), save=save)
+            write_metrics(stored, metrics)
+        shown.show(answer_run(stored), document=lambda: encode_run(stored).decode(), save=save)
 
 
 _LOOK_EVERY_S, _LINE_EVERY_S = 0.5, 30.0
@@ -374,8 +374,8 @@ def ls(
     shown: Presentation,
 ) -> None:
     """List runs, oldest first."""
-    found = listed_runs(places, runs)
-    kept = [run for run in found if tag is None or run.tag == tag]
+    everything = listed_runs(places, runs)
+    kept = [run for run in everything if tag is None or run.tag == tag]
     if not kept and shown == Presentation():
         emit("no runs\n")
         return
@@ -543,8 +543,8 @@ def _show_predictions(folders: list[Path], shown: Presentation) -> None:
     for folder in folders:
         if not folder.is_dir():
             raise InputError(f"no runs at {folder}: it is no folder")
-        found, faults = judged_in(folder)
-        judged += found
+        predictions, faults = judged_in(folder)
+        judged += predictions
         for fault in faults:
             warn(fault)
     if not judged:

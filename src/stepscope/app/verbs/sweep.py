@@ -110,10 +110,10 @@ def command(
     )
     policy = Policy(timeout_s=timeout, skip=not no_skip, retry=retry, fresh=fresh, on=on)
 
-    def report(found: list[Run]) -> None:
+    def report(results: list[Run]) -> None:
         from stepscope.runs.answer import answer_cells
 
-        report_runs(found, answer_cells(found, str(runs)), shown)
+        report_runs(results, answer_cells(results, str(runs)), shown)
         shown.name_the_page(runs)
 
     measure_and_report(plan, policy, report, retries=True)

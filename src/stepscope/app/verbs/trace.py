@@ -212,9 +212,9 @@ def command(
     captures = _captures_named(file, runs)
     if len(captures) > 1 and rank is None:
         of_one = {"--cut": cut, "--top": top, "--sort": sort, "--graph-capture": graph_capture}
-        given = [option for option, value in of_one.items() if value is not None]
-        if given or selection.is_part:
-            words = given[0] if given else "what chooses a part"
+        named = [option for option, value in of_one.items() if value is not None]
+        if named or selection.is_part:
+            words = named[0] if named else "what chooses a part"
             raise InputError(
                 f"{words} is for one capture, and these are {len(captures)}: choose one with --rank, or name one file"
             )

@@ -153,8 +153,8 @@ def read_call(
     try:
         read_shapes = _list(shapes)
         if dtypes is None:
-            sides = [_shape(shape) for shape in read_shapes]
-            tensors = [Operand(shape, None, list_element_bytes) if shape else None for shape in sides]
+            read = [_shape(shape) for shape in read_shapes]
+            tensors = [Operand(shape, None, list_element_bytes) if shape else None for shape in read]
             return OperatorCall(operator, tuple(tensors))
         read_dtypes = _list(dtypes)
         if len(read_shapes) != len(read_dtypes):
@@ -217,10 +217,10 @@ def _number(word: str) -> bool | int | None:
 
 
 def _shape(value: object) -> tuple[int, ...]:
-    sides = [side for side in _items(value) if type(side) is int and 0 <= side < _LARGEST]
-    if len(sides) != len(_items(value)) or len(sides) > _MOST_SIDES or math.prod(sides) >= _LARGEST:
+    sizes = [side for side in _items(value) if type(side) is int and 0 <= side < _LARGEST]
+    if len(sizes) != len(_items(value)) or len(sizes) > _MOST_SIDES or math.prod(sizes) >= _LARGEST:
         raise Unknown
-    return tuple(sides)
+    return tuple(sizes)
 
 
 def broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
@@ -228,8 +228,8 @@ def broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     rank = max((len(shape) for shape in shapes), default=0)
     padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
     result: list[int] = []
-    for sides in zip(*padded, strict=True):
-        wide = {side for side in sides if side != 1}
+    for sizes in zip(*padded, strict=True):
+        wide = {side for side in sizes if side != 1}
         if len(wide) > 1:
             raise Unknown
         result.append(wide.pop() if wide else 1)
@@ -564,17 +564,17 @@ def linear(
 def encoder(call: OperatorCall, _: CausalConvention, *, weights: tuple[int, ...], key: int = 0) -> Work:
     """Attention of (batch, rows, width), with its projections, in one operator, which calls the products of each.
     `weights`: the places of those of queries, keys and values together, and of each linear layer after them."""
-    x, seen = call.tensor(0), call.tensor(key)
+    x, attended = call.tensor(0), call.tensor(key)
     joint, *others = (call.tensor(place) for place in weights)
-    if len(x.shape) != 3 or len(seen.shape) != 3 or joint.elements != 3 * x.shape[2] ** 2:
+    if len(x.shape) != 3 or len(attended.shape) != 3 or joint.elements != 3 * x.shape[2] ** 2:
         raise Unknown
     batch, rows, width = x.shape
-    keys = seen.shape[1]
+    keys = attended.shape[1]
     sizes = AttentionSizes(batch=batch, heads=1, queries=rows, keys=keys, head_dim=width, value_dim=width)
     projections = width**2 * (rows + 2 * keys) + rows * sum(each.elements for each in others)
     return Work(
         flops=2 * batch * projections + attention_flops(sizes, "full"),
-        bytes_read=x.bytes + (seen.bytes if key else 0) + joint.bytes + sum(each.bytes for each in others),
+        bytes_read=x.bytes + (attended.bytes if key else 0) + joint.bytes + sum(each.bytes for each in others),
         bytes_written=x.bytes,
     )
 
@@ -629,12 +629,12 @@ class Convolution:
         transposed = self.transposed if isinstance(self.transposed, bool) else call.flag(self.transposed)
         if transposed is None:
             raise Unknown
-        channels, sides = self._output(call, x.shape, weight.shape, transposed=transposed)
-        places = x.shape[0] * math.prod(x.shape[2:] if transposed else sides)
+        channels, spatial = self._output(call, x.shape, weight.shape, transposed=transposed)
+        places = x.shape[0] * math.prod(x.shape[2:] if transposed else spatial)
         return Work(
             flops=2 * places * weight.elements,
             bytes_read=x.bytes + weight.bytes,
-            bytes_written=x.shape[0] * channels * math.prod(sides) * x.size,
+            bytes_written=x.shape[0] * channels * math.prod(spatial) * x.size,
         )
 
     def _output(
@@ -650,7 +650,7 @@ class Convolution:
             raise Unknown
         reaches = [gap * (side - 1) + 1 for gap, side in zip(gaps, weight[2:], strict=True)]
         if not transposed:
-            sides = [
+            spatial = [
                 (side + 2 * pad - reach) // step + 1
                 for side, reach, pad, step in zip(x[2:], reaches, pads, strides, strict=True)
             ]
@@ -661,20 +661,20 @@ class Convolution:
             if groups is None or weight[0] != x[1]:
                 raise Unknown
             extras = _each_side(more or (0,), rank)
-            sides = [
+            spatial = [
                 (side - 1) * step - 2 * pad + reach + extra
                 for side, reach, pad, step, extra in zip(x[2:], reaches, pads, strides, extras, strict=True)
             ]
             channels = weight[1] * groups
-        if min(sides) < 1:
+        if min(spatial) < 1:
             raise Unknown
-        return channels, tuple(sides)
+        return channels, tuple(spatial)
 
 
-def _each_side(numbers: tuple[int, ...] | None, sides: int) -> tuple[int, ...]:
-    if numbers is None or len(numbers) not in (1, sides):
+def _each_side(numbers: tuple[int, ...] | None, dimensions: int) -> tuple[int, ...]:
+    if numbers is None or len(numbers) not in (1, dimensions):
         raise Unknown
-    return numbers * sides if len(numbers) == 1 else numbers
+    return numbers * dimensions if len(numbers) == 1 else numbers
 
 
 def convolution_backward(

@@ -111,9 +111,9 @@ def _forward(
     return out, logsumexp
 
 
-def _as_given(tensors: tuple[Tensor, ...], *given: Tensor) -> bool:
+def _as_given(tensors: tuple[Tensor, ...], *originals: Tensor) -> bool:
     """Whether the kernels had these tensors themselves, in 16 bits: what is copied first is launched from Python."""
-    return given[0].element_size() == 2 and all(map(operator.is_, tensors, given))
+    return originals[0].element_size() == 2 and all(map(operator.is_, tensors, originals))
 
 
 def _forward_key(q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...]) -> tuple[object, ...]:
@@ -164,9 +164,9 @@ def _backward(
     for gradient_of, target in zip((dq, dk, dv), targets, strict=True):
         if target is not gradient_of:
             gradient_of.copy_(target)
-    given = (gradient, q, k, v, out, logsumexp, dq, dk, dv)
+    arguments = (gradient, q, k, v, out, logsumexp, dq, dk, dv)
     plain = not (window or rest[1] or rest[2])
-    if recorded_launches.native.extension() is not None and plain and _as_given(always, *given):
+    if recorded_launches.native.extension() is not None and plain and _as_given(always, *arguments):
         recorded_launches.teach_native(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(),
             key=_forward_key(q, k, v, (causal, scale, window, 0, tuning.state(q))),

@@ -125,9 +125,9 @@ def _visit_queries(
         logsumexp = _load_statistic(STATISTICS, statistics_row, first_query, padded, BLOCK_M, TMA)
         weights_transposed = tl.math.exp2(scores_transposed * scale_log2 - logsumexp[None, :])
         if MASKED:
-            seen = visible(query[None, :], key[:, None], keys, window, CAUSAL, WINDOW)
-            seen = in_document(seen, query, document_first, document_after)
-            weights_transposed = tl.where(seen, weights_transposed, 0.0)
+            mask = visible(query[None, :], key[:, None], keys, window, CAUSAL, WINDOW)
+            mask = in_document(mask, query, document_first, document_after)
+            weights_transposed = tl.where(mask, weights_transposed, 0.0)
         gradient = load_operand(
             GRADIENT, g_offset, batch, head, first_query, queries, g_row,
             BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
@@ -242,9 +242,9 @@ def _visit_keys(
         weights = tl.math.exp2(scores * scale_log2 - logsumexp[:, None])
         if MASKED:
             key = first_key + tl.arange(0, BLOCK_N)
-            seen = visible(query[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
-            seen = in_document(seen, key, document_first, document_after)
-            weights = tl.where(seen, weights, 0.0)
+            mask = visible(query[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
+            mask = in_document(mask, key, document_first, document_after)
+            weights = tl.where(mask, weights, 0.0)
         v = load_operand(
             V, v_offset, batch, kv_head, first_key, keys, v_row,
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,

@@ -49,9 +49,9 @@ def _visit_keys(
         scores = product(q, transposed(k, PRECISION), None, PRECISION)
         if MASKED:
             key = first_key + tl.arange(0, BLOCK_N)
-            seen = visible(queries_of_tile[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
-            seen = in_document(seen, key, document_first, document_after)
-            scores = tl.where(seen, scores, float("-inf"))
+            mask = visible(queries_of_tile[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
+            mask = in_document(mask, key, document_first, document_after)
+            scores = tl.where(mask, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
         shift = new_maximum
         if WINDOW or document_first is not None:

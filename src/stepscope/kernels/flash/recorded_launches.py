@@ -60,12 +60,12 @@ class _Direct:
         for at, place in self._addresses:
             arguments[at] = addresses[place]
         for at, place, make, known in self._descriptors:
-            found = known.get(addresses[place])
-            if found is None:
+            made_before = known.get(addresses[place])
+            if made_before is None:
                 if len(known) >= _MOST_DESCRIPTORS:
                     known.clear()
-                found = known[addresses[place]] = make(tensors[place])
-            arguments[at] = found
+                made_before = known[addresses[place]] = make(tensors[place])
+            arguments[at] = made_before
         self._launch(*arguments)
 
 
@@ -131,8 +131,8 @@ class Recording:
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         """Record a call on the tensors `seen`, which are distinct objects even if two tensors are the same."""
-        self.seen = tuple(t.detach() for t in tensors)
-        self._place_of = {id(t): place for place, t in enumerate(self.seen)}
+        self.tensors = tuple(t.detach() for t in tensors)
+        self._place_of = {id(t): place for place, t in enumerate(self.tensors)}
         self._steps: list[tuple[Callable[..., object], list[object], list[Operand]]] = []
         self._direct: list[_Direct | None] = []
         self.launches: list[tuple[Any, tuple[int, ...], list[object], list[Operand]]] = []
@@ -167,7 +167,7 @@ class Recording:
 
     def finish(self) -> bool:
         """Release the tensors. Returns whether the call can be repeated: not if it allocates between launches."""
-        self.seen = ()
+        self.tensors = ()
         self._place_of = {}
         return self._repeatable
 
@@ -224,7 +224,7 @@ def _run_here(key: Hashable, tensors: tuple[Tensor, ...], call: _Call) -> None:
         recording.repeat(tensors, addresses, stream)
         return
     recording = Recording(tensors)
-    call(recording.seen, recording.launch)
+    call(recording.tensors, recording.launch)
     if recording.finish():
         if len(_recordings) >= _MOST:
             forget()
@@ -298,7 +298,7 @@ def teach_native(
     )
 
 
-def _pass(key: Hashable, made: list[native.Layout], results: list[tuple[int, native.Layout]]) -> Pass | None:
+def _pass(key: Hashable, allocations: list[native.Layout], results: list[tuple[int, native.Layout]]) -> Pass | None:
     """A recorded pass; None where there is no recording, or its launches are of a kind that is not known."""
     recording = _recordings.get(key)
     if recording is None:
@@ -310,7 +310,7 @@ def _pass(key: Hashable, made: list[native.Layout], results: list[tuple[int, nat
     if any(each is None for each in launches):
         return None
     return Pass(
-        made=made,
+        made=allocations,
         launches=[each for each in launches if each is not None],
         results=[(number, 0, layout) for number, layout in results],
     )

@@ -102,14 +102,14 @@ def store_tile(
 @triton.jit
 def visible(query, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """True where a query sees a key; query and key broadcast against each other."""
-    seen = key < keys
+    mask = key < keys
     if CAUSAL:
-        seen = seen & (key <= query)
+        mask = mask & (key <= query)
     if WINDOW:
-        seen = seen & (query - key < window)
+        mask = mask & (query - key < window)
         if not CAUSAL:
-            seen = seen & (key - query < window)
-    return seen
+            mask = mask & (key - query < window)
+    return mask
 
 
 @triton.jit
@@ -121,15 +121,15 @@ def document_of(BOUNDS, batch, batches, position, length):
 
 
 @triton.jit
-def in_document(seen, column, first, after):
+def in_document(mask, column, first, after):
     """`seen`, but False where a column's position is outside the row's document [first, after); first None: `seen`.
 
     Documents are symmetric: rows may be queries and columns keys, or the reverse.
     """
     if first is None:
-        return seen
+        return mask
     else:
-        return seen & (column[None, :] >= first[:, None]) & (column[None, :] < after[:, None])
+        return mask & (column[None, :] >= first[:, None]) & (column[None, :] < after[:, None])
 
 
 @triton.jit

@@ -112,11 +112,11 @@ def _forward(
         return losses.sum() / count, count, dx, dweight
     kernel = weight.to(x.dtype)
     chunk = loss_chunk_rows(rows, vocabulary, x.element_size())
-    made = torch.empty(chunk, vocabulary, dtype=x.dtype, device=x.device)
+    buffer = torch.empty(chunk, vocabulary, dtype=x.dtype, device=x.device)
     block = min(power_of_two(vocabulary), _LARGEST_BLOCK)
     # Products write where they are told to: autocast leaves such calls alone.
     for first in range(0, rows, chunk):
-        part, logits = x[first : first + chunk], made[: min(chunk, rows - first)]
+        part, logits = x[first : first + chunk], buffer[: min(chunk, rows - first)]
         torch.mm(part, kernel.t(), out=logits)
         launch_at(
             x, cross_entropy_rows, (logits.shape[0],),
@@ -196,12 +196,12 @@ def _flops(
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, options: tuple[int, float], made: tuple[bool, bool]
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, options: tuple[int, float], needs: tuple[bool, bool]
     ) -> Tensor:
         run = torch.ops.stepscope.linear_cross_entropy_forward if operators.watched(x, weight, targets) else _forward
-        loss, count, dx, dweight = run(x, weight, targets, *options, *made)
+        loss, count, dx, dweight = run(x, weight, targets, *options, *needs)
         ctx.save_for_backward(count, dx, dweight)
-        ctx.made, ctx.dtype = made, weight.dtype
+        ctx.needs, ctx.dtype = needs, weight.dtype
         return loss
 
     @staticmethod
@@ -209,7 +209,7 @@ class _Loss(torch.autograd.Function):
         operators.refuse_second_derivative(_NAME)
         count, dx, dweight = ctx.saved_tensors
         run = torch.ops.stepscope.linear_cross_entropy_backward if operators.watched(gradients[0], dx) else _backward
-        of_x, of_weight = ctx.made
+        of_x, of_weight = ctx.needs
         divisor = _factor(dx.dtype)
         return (
             run(gradients[0], count, dx, divisor, dx.dtype) if of_x else None,
@@ -236,5 +236,5 @@ def linear_cross_entropy(
     rows = x.reshape(-1, x.shape[-1])
     # Whether gradients are needed is decided here: inside the Function nothing is recorded.
     recorded = torch.is_grad_enabled()
-    made = recorded and rows.requires_grad, recorded and weight.requires_grad
-    return _Loss.apply(rows, weight, targets.reshape(-1), (ignore_index, z_loss), made)
+    needs = recorded and rows.requires_grad, recorded and weight.requires_grad
+    return _Loss.apply(rows, weight, targets.reshape(-1), (ignore_index, z_loss), needs)

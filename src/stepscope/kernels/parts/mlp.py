@@ -90,7 +90,7 @@ def _fake_forward(gate: Tensor, up: Tensor) -> Tensor:
 
 def _backward(dout: Tensor, gate: Tensor, up: Tensor, halves: bool) -> tuple[Tensor, Tensor]:
     """Both gradients; with `halves`, as halves of the rows of the first result."""
-    dgate, dup = made = _fake_backward(dout, gate, up, halves)
+    dgate, dup = results = _fake_backward(dout, gate, up, halves)
     if gate.numel():
         gradients, gates, ups = _rows(dout, gate, up, flat=not halves)
         rows, width = gates.shape
@@ -103,7 +103,7 @@ def _backward(dout: Tensor, gate: Tensor, up: Tensor, halves: bool) -> tuple[Ten
             dgate.stride(-2) if halves else width, width, tiles,
             WIDE=wide(gate.dtype), BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
-    return made
+    return results
 
 
 def _fake_backward(dout: Tensor, gate: Tensor, up: Tensor, halves: bool) -> tuple[Tensor, Tensor]:
@@ -134,8 +134,8 @@ _PRODUCT = native.Operation("SiluProductBackward0")
 def _gradients(halves: bool, dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
     refuse_second_derivative(_NAME)
     run = torch.ops.stepscope.silu_product_backward if watched(dout, gate, up) else _backward
-    made = run(dout, gate, up, halves)
-    return made[0].tensor_split(2, dim=-1) if halves else made
+    gradients = run(dout, gate, up, halves)
+    return gradients[0].tensor_split(2, dim=-1) if halves else gradients
 
 
 class _Product(torch.autograd.Function):

@@ -126,6 +126,6 @@ def joint_projections(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...
     """x W_i^T for weights W_i (N_i, M) of one dtype, as views of one tensor (..., sum N_i)."""
     weights = list(weights)
     if not weights or any(w.dim() != 2 or w.shape[1] != x.shape[-1] or w.dtype != weights[0].dtype for w in weights):
-        said = ", ".join(f"{tuple(w.shape)} in {w.dtype}" for w in weights) or "none"
-        raise InputError(f"{_NAME} takes x (..., M) and weights (N, M) of one dtype, not {tuple(x.shape)} and {said}")
+        shapes = ", ".join(f"{tuple(w.shape)} in {w.dtype}" for w in weights) or "none"
+        raise InputError(f"{_NAME} takes x (..., M) and weights (N, M) of one dtype, not {tuple(x.shape)} and {shapes}")
     return _Joint.apply(x.to(autocast_dtype(x)), *weights)

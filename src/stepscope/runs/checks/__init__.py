@@ -59,21 +59,21 @@ _OF_ANOTHER_CAUSE = "time steps of one length"
 """How the remedy of a wide spread begins where its cause is known, which no busy machine is."""
 
 
-def _merged(found: list[Finding]) -> list[Finding]:
+def _merged(findings: list[Finding]) -> list[Finding]:
     """The findings, with those that say the same as one of them in its sentence."""
     for keeps, goes in _SAME:
-        kept = next((each for each in found if each.kind == keeps), None)
-        gone = next((each for each in found if each.kind == goes), None)
+        kept = next((each for each in findings if each.kind == keeps), None)
+        gone = next((each for each in findings if each.kind == goes), None)
         if kept is None or gone is None or gone.remedy.startswith(_OF_ANOTHER_CAUSE):
             continue
         both = replace(kept, sentence=f"{kept.sentence} {gone.sentence}", evidence=gone.evidence | kept.evidence)
-        found = [both if each is kept else each for each in found if each is not gone]
-    return found
+        findings = [both if each is kept else each for each in findings if each is not gone]
+    return findings
 
 
 def check_run(run: Run) -> tuple[Finding, ...]:
     """Every finding on this run, the gravest first."""
     evidence = run.evidence
     looked = any(known is not None for known in (evidence.habits, evidence.loop, evidence.growth))
-    found = [finding for check in CHECKS if looked or check not in OF_HABITS for finding in check(run)]
-    return tuple(sorted(_merged(found), key=lambda finding: SEVERITIES.index(finding.severity)))
+    findings = [finding for check in CHECKS if looked or check not in OF_HABITS for finding in check(run)]
+    return tuple(sorted(_merged(findings), key=lambda finding: SEVERITIES.index(finding.severity)))

@@ -318,7 +318,7 @@ def parts_mismatch(run: Run) -> Iterator[Finding]:
     if run.workload.factory:
         parts = dict.fromkeys(one.part for one in run.evidence.parts if one.replaced)
     if run.evidence.operators is not None:
-        yield from itertools.islice((found for part in parts for found in _part_mismatch(run, part)), 1)
+        yield from itertools.islice((mismatch for part in parts for mismatch in _part_mismatch(run, part)), 1)
     left = [one for one in run.evidence.parts if one.modules and not one.replaced]
     if left:
         first = left[0]
@@ -343,13 +343,13 @@ def _part_mismatch(run: Run, part: Part) -> Iterator[Finding]:
     sized = workload.layers > 0
     due = calls_in_forward(part, workload.layers) * workload.accumulation if sized else 1
     has_kernels = run.evidence.profile is not None and bool(run.evidence.profile.kernels)
-    seen = ways[wanted].operators and not _replayed(run)
+    recorded = ways[wanted].operators and not _replayed(run)
     fault = ""
     if sized and (strangers := [name for name in ran if name != wanted]):
         fault = f"{' and '.join(strangers)} ran"
-    elif seen and workload.compile == "eager" and times[wanted] < due:
+    elif recorded and workload.compile == "eager" and times[wanted] < due:
         fault = f"it ran {times[wanted]} times where the step has {due} calls"
-    elif (seen or (ways[wanted].signs and has_kernels)) and wanted not in ran:
+    elif (recorded or (ways[wanted].signs and has_kernels)) and wanted not in ran:
         fault = "nothing of it ran"
     if fault:
         yield error(

@@ -334,14 +334,14 @@ def cache_given_back(run: Run) -> Iterator[Finding]:
     if memory is None or steps is None or not run.workload.may_run:
         return  # a user's loop may have batches of any shape
     before, peak = memory.reserved_before or 0, memory.reserved_peak or 0
-    taken = peak - before
-    if before and taken * 100 >= peak and len(steps.warmup_s) + steps.count >= _SETTLED_STEPS:
+    growth = peak - before
+    if before and growth * 100 >= peak and len(steps.warmup_s) + steps.count >= _SETTLED_STEPS:
         yield warning(
             "cache-given-back",
-            f"PyTorch's allocator took {format_bytes(taken)} from the device in a step like those before it: it gives "
+            f"PyTorch's allocator took {format_bytes(growth)} from the device in a step like those before it: it gives "
             "its cache back within each step and takes it again, and the GPU waits.",
             remedy="leave it room: more checkpointing, smaller micro-batches, fewer blocks of selective-K",
-            evidence={"taken_bytes": taken, "reserved_bytes": memory.reserved_peak},
+            evidence={"taken_bytes": growth, "reserved_bytes": memory.reserved_peak},
         )
 
 

@@ -197,8 +197,8 @@ def _phase_words(summary: TraceSummary) -> Iterator[str]:
         yield f"{ms_text(busy_ns)} ms a step {does}."
     sought = {phase.phase: phase.found_by for phase in summary.phases if phase.found_by not in (None, RANGES)}
     if sought:
-        told = ", ".join(f"{phase} by {way}" for phase, way in sought.items())
-        yield f"No range marks {' or '.join(sought)}. Found instead: {told}."
+        ways = ", ".join(f"{phase} by {way}" for phase, way in sought.items())
+        yield f"No range marks {' or '.join(sought)}. Found instead: {ways}."
     if OUTSIDE in named:
         yield f"{ms_text(named[OUTSIDE].busy_ns)} ms a step ran outside the phases, or no launch of it is known."
 
@@ -385,9 +385,9 @@ def _panels(summary: TraceSummary) -> Iterator[Panel]:
     for name in dict.fromkeys(row.name for row in kernels):
         label, decoded = name_shown(kernel_label(name)), decode(name)
         tile = "x".join(str(side) for side in decoded.tile if side) if decoded.tile else ""
-        said = " ".join(filter(None, (decoded.transposes, tile)))
-        if len(label) > _ON_A_BAR and said:
-            label = f"{middle_cut(label, _ON_A_BAR - len(said) - 1)} {said}"
+        variant = " ".join(filter(None, (decoded.transposes, tile)))
+        if len(label) > _ON_A_BAR and variant:
+            label = f"{middle_cut(label, _ON_A_BAR - len(variant) - 1)} {variant}"
         short = middle_cut(label, _ON_A_BAR)
         count = sum(known.startswith(short) for known in names.values())
         names[name] = f"{short} ({count + 1})" if count else short
@@ -597,10 +597,10 @@ def timeline_panel(ranks: Iterable[tuple[str, Attribution, Occupation | None, in
     slices: list[Slice] = []
     for name, work, occupation, offset in shown:
         several = work["device"].n_unique() > 1
-        for (device, stream), own in work.group_by("device", "stream", maintain_order=True):
+        for (device, stream), of_stream in work.group_by("device", "stream", maintain_order=True):
             of_device = f"device {device}, " if several else ""
             lane = ", ".join(part for part in (name, f"{of_device}stream {stream}") if part)
-            slices += _work(own, lane, begin_ns + offset, bucket_ns)
+            slices += _work(of_stream, lane, begin_ns + offset, bucket_ns)
         if occupation is not None:
             ends = (int(work["start_ns"].min()), _end_ns(work))  # type: ignore[arg-type]
             slices += _idle(occupation, f"{name}, idle" if name else "idle", begin_ns + offset, ends, bucket_ns)

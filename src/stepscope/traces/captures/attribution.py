@@ -188,8 +188,8 @@ def with_found_phases(
     highest = operators["track"].max()
     tracks = (numbered(others, thread) + (highest if isinstance(highest, int) else 0) + 1).cast(pl.Int64)
     columns = ["track", *thread, "name", "start_ns", "duration_ns", "sequence", "forward_thread"]
-    own = operators.with_columns(pl.col("track").cast(pl.Int64)).select(columns)
-    operators = pl.concat([own, others.with_columns(tracks.alias("track")).select(columns)])
+    own_operators = operators.with_columns(pl.col("track").cast(pl.Int64)).select(columns)
+    operators = pl.concat([own_operators, others.with_columns(tracks.alias("track")).select(columns)])
     nodes = operators.filter(is_node(operators))
     in_node = _inside_range(nodes, work)
     # A forward's operators, and no recomputation's: those that autograd follows, outside its nodes. Where gradients are
@@ -515,10 +515,10 @@ def _phase(work: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> pl.S
     """The phase open on the launching thread or, if none is, the phase open on any thread of its process."""
     phases = few.filter(pl.col("what") == "phase")
     own_phases = _on_threads(phases.filter("nested"), threads)
-    own = gather(own_phases["phase"], Nest(own_phases, "track").innermost(work["track"], work["launch_ns"]))
+    of_thread = gather(own_phases["phase"], Nest(own_phases, "track").innermost(work["track"], work["launch_ns"]))
     merged = lasting(union(phases, ["process", "phase"]))
     anywhere = gather(merged["phase"], Nest(merged, "process").innermost(work["process"], work["launch_ns"]))
-    both = pl.DataFrame({"own": own, "anywhere": anywhere})
+    both = pl.DataFrame({"own": of_thread, "anywhere": anywhere})
     return both.select(pl.coalesce("own", "anywhere").alias("phase")).to_series()
 
 
@@ -558,19 +558,19 @@ def _through_forward(
         gather(backward.select(accumulates).to_series(), row).fill_null(False).alias("_accumulates"),
     )
     forward = table.operators.filter(has_sequence & ~(pl.col("forward_thread").fill_null(0) > 0))
-    made = _forward_operators(backward.filter(in_backward), forward)
+    created = _forward_operators(backward.filter(in_backward), forward)
     # How many nodes have an arrow of the profiler, and how many of these lead to our operator.
     links = table.links
     begin = links.filter("begins").select("id", pl.col("start_ns").alias("from_ns"), "process")
     finish = links.filter(~pl.col("begins")).select("id", pl.col("start_ns").alias("to_ns"), "process")
-    both = made.explode("backward_ns").join(
+    both = created.explode("backward_ns").join(
         begin.join(finish, on=["process", "id"], how="inner"),
         left_on=["process", "backward_ns"],
         right_on=["process", "to_ns"],
         how="inner",
     )
     checked, agree = both.height, int((both["forward_ns"] == both["from_ns"]).sum()) if both.height else 0
-    placed = _placed(made, places, threads)
+    placed = _placed(created, places, threads)
     work = work.join(
         placed,
         left_on=["_process", "_forward_thread", "_sequence"],
@@ -582,11 +582,11 @@ def _through_forward(
     anew = operators.filter(has_sequence & ~(pl.col("forward_thread").fill_null(0) > 0))
     inner = gather(anew["start_ns"], Nest(anew, "track").innermost(work["track"], work["launch_ns"]))
     recomputes = (inner > work["_node_ns"]).fill_null(False)
-    own = pl.col("module").is_not_null()
+    has_module = pl.col("module").is_not_null()
     return (
         work.with_columns(
-            pl.when(own).then("module").otherwise(pl.col("_module")).alias("module"),
-            pl.when(own).then("part").otherwise(pl.coalesce("part", "_part")).alias("part"),
+            pl.when(has_module).then("module").otherwise(pl.col("_module")).alias("module"),
+            pl.when(has_module).then("part").otherwise(pl.coalesce("part", "_part")).alias("part"),
             recomputes.alias("_recomputes"),
         ).drop("_process", "_forward_thread", "_sequence", "_module", "_part", "_node_ns"),
         checked,
@@ -620,16 +620,16 @@ def _forward_operators(backward: pl.DataFrame, forward: pl.DataFrame) -> pl.Data
     return matched.join(threads, on=["process", "forward_thread", "thread"], how="semi")
 
 
-def _placed(made: pl.DataFrame, places: tuple[Places, Places], threads: pl.DataFrame) -> pl.DataFrame:
+def _placed(created: pl.DataFrame, places: tuple[Places, Places], threads: pl.DataFrame) -> pl.DataFrame:
     """The module and part whose ranges were open when each forward operator began."""
     modules, parts = places
-    made = made.join(threads, on=["process", "thread"], how="left", maintain_order="left")
-    return made.select(
+    created = created.join(threads, on=["process", "thread"], how="left", maintain_order="left")
+    return created.select(
         "process",
         "forward_thread",
         "sequence",
-        modules.name_at(made["track"], made["forward_ns"], "_module"),
-        parts.name_at(made["track"], made["forward_ns"], "_part"),
+        modules.name_at(created["track"], created["forward_ns"], "_module"),
+        parts.name_at(created["track"], created["forward_ns"], "_part"),
     ).unique(["process", "forward_thread", "sequence"])
 
 

@@ -312,9 +312,9 @@ def profiler_warns(summary: TraceSummary) -> Finding | None:
         return None
     ours = [remark for remark in table.remarks if not _OF_THE_CPU.match(remark)]
     remarks = [*ours, *(remark for remark in table.remarks if remark not in ours)]
-    told = " ".join(f'"{remark}"' for remark in remarks[:_REMARKS_QUOTED])
+    quoted = " ".join(f'"{remark}"' for remark in remarks[:_REMARKS_QUOTED])
     more = len(remarks) - _REMARKS_QUOTED
-    sentence = f"{table.profiler} itself warns: {told}{f' and {more} more' if more > 0 else ''}"
+    sentence = f"{table.profiler} itself warns: {quoted}{f' and {more} more' if more > 0 else ''}"
     return (warning if ours else note)("profiler-warns", sentence, {"remarks": len(remarks)})
 
 
@@ -445,11 +445,11 @@ def outside_phases(summary: TraceSummary) -> Finding | None:
     if share <= _MOST or ranges_missing(summary) is not None:
         return None
     known = [phase.phase for phase in summary.phases if phase.phase != OUTSIDE]
-    told = f"only {' and '.join(known)} could be told" if known else "no phase could be told"
+    phases = f"only {' and '.join(known)} could be told" if known else "no phase could be told"
     return warning(
         "outside-phases",
         f"{in_ms(outside_ns)} of {in_ms(summary.busy_ns)} of kernels ({format_share(share)}) lie outside forward, "
-        f"backward and optimizer: {told}, neither by ranges nor by autograd's operators.",
+        f"backward and optimizer: {phases}, neither by ranges nor by autograd's operators.",
         {"outside_ns": outside_ns, "busy_ns": summary.busy_ns, "share": share},
         remedy='put torch.profiler.record_function("forward") around the forward, and so for the other phases, or '
         "capture the loop with `stepscope watch --record kineto`; for inference read the families and kernels alone",
@@ -474,12 +474,12 @@ def products_by_unit(summary: TraceSummary) -> Finding | None:
     cuda_core = sum(
         duration for kernel, duration in decoded if kernel.unit == "cuda core" and kernel.input_dtype == "fp32"
     )
-    said = summary.run.workload.dtype if summary.run else None
-    if tf32 > _WORTH_A_WORD * total and said != "tf32":
-        return (error if said == "fp32" else warning)(
+    dtype = summary.run.workload.dtype if summary.run else None
+    if tf32 > _WORTH_A_WORD * total and dtype != "tf32":
+        return (error if dtype == "fp32" else warning)(
             "tf32-products",
             f"{in_ms(tf32)} of {in_ms(total)} in matrix products ran as TF32 (10 bits of mantissa), by the "
-            f"kernels' names{': the run says fp32' if said == 'fp32' else ': do not call these numbers fp32'}.",
+            f"kernels' names{': the run says fp32' if dtype == 'fp32' else ': do not call these numbers fp32'}.",
             {"tf32_ns": tf32, "products_ns": total},
             remedy='torch.set_float32_matmul_precision("highest") gives true fp32, and for convolutions '
             "torch.backends.cudnn.allow_tf32 = False",
@@ -544,8 +544,8 @@ def phases_span_threads(summary: TraceSummary) -> Finding | None:
     owners = table.ranges.filter(pl.col("name").cast(pl.String).is_in(marking)).select(
         "process", pl.col("thread").alias("launch_thread")
     )
-    own = backward.join(owners.unique(), on=["process", "launch_thread"], how="semi")
-    total, by_thread = int(backward["duration_ns"].sum()), int(own["duration_ns"].sum())
+    covered = backward.join(owners.unique(), on=["process", "launch_thread"], how="semi")
+    total, by_thread = int(backward["duration_ns"].sum()), int(covered["duration_ns"].sum())
     if total - by_thread < _WORTH_A_WORD * total:
         return None
     return note(

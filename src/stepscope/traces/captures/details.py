@@ -67,9 +67,9 @@ def range_tree(attribution: Attribution, top: int | None = None) -> pl.DataFrame
     # The range open at each launch, on its thread or else in its process.
     work = attribution.work
     threads = work.select("process", pl.col("launch_thread").alias("thread"))
-    own = open_rows(ranges, threads, work["launch_ns"])
+    of_thread = open_rows(ranges, threads, work["launch_ns"])
     anywhere = Nest(ranges, "process").innermost(work["process"], work["launch_ns"])
-    return _tree(attribution, ranges, pl.select(pl.coalesce(own, anywhere)).to_series(), top)
+    return _tree(attribution, ranges, pl.select(pl.coalesce(of_thread, anywhere)).to_series(), top)
 
 
 def _tree(attribution: Attribution, intervals: pl.DataFrame, rows: pl.Series, top: int | None) -> pl.DataFrame:
@@ -184,7 +184,7 @@ def copy_totals(attribution: Attribution) -> pl.DataFrame:
     names = attribution.work["name"]
     chosen = attribution.work.filter(pl.col("kind").is_in(pl.Series(COPIES, dtype=KIND).implode()))
     distinct = chosen["name"].unique().cast(pl.String)
-    said = pl.DataFrame({"name": distinct}).select(
+    kinds = pl.DataFrame({"name": distinct}).select(
         pl.col("name").cast(names.dtype),
         pl.when(pl.col("name").str.starts_with("Memset"))
         .then(pl.lit(FILL))
@@ -198,7 +198,7 @@ def copy_totals(attribution: Attribution) -> pl.DataFrame:
     moved, spent = pl.col("bytes").sum(), pl.col("busy_ns")
     known = pl.col("size") != UNTOLD
     return (
-        chosen.join(said, on="name", how="left")
+        chosen.join(kinds, on="name", how="left")
         .with_columns(
             pl.coalesce("named", pl.col("memory").cast(pl.String)).alias("memory"),
             size.otherwise(pl.lit(LARGE)).alias("size"),
@@ -261,8 +261,8 @@ def kernel_times(attribution: Attribution) -> pl.DataFrame:
     the profiler's estimate by time, from 0 to 100. What is not recorded is null.
     """
     spent = pl.col("duration_ns")
-    told = pl.col("occupancy").is_not_null()
-    weighted = (pl.col("occupancy").cast(pl.Float64) * spent).filter(told).sum() / spent.filter(told).sum()
+    known = pl.col("occupancy").is_not_null()
+    weighted = (pl.col("occupancy").cast(pl.Float64) * spent).filter(known).sum() / spent.filter(known).sum()
     return (
         attribution.kernels.group_by("name", "family")
         .agg(
@@ -275,7 +275,7 @@ def kernel_times(attribution: Attribution) -> pl.DataFrame:
             pl.col("grid", "block").drop_nulls().mode().sort().first().cast(pl.String),
             pl.col("grid").drop_nulls().n_unique().cast(pl.Int64).alias("grids"),
             pl.col("registers").max(),
-            pl.when(spent.filter(told).sum() > 0).then(weighted).alias("occupancy"),
+            pl.when(spent.filter(known).sum() > 0).then(weighted).alias("occupancy"),
         )
         .with_columns(pl.col("name", "family").cast(pl.String))
         .sort("busy_ns", "name", "family", descending=[True, False, False])
@@ -503,13 +503,13 @@ def captured_graphs(table: TraceTable) -> tuple[Captured, ...]:
     calls = table.calls
     begins, ends = named(calls, _BEGINS), named(calls, _ENDS).sort("start_ns")
     launched = calls.filter(launches(calls["name"]))
-    found = []
+    graphs = []
     for process, begun_ns in begins.sort("start_ns").select("process", "start_ns").iter_rows():
         until = ends.filter((pl.col("process") == process) & (pl.col("start_ns") > begun_ns)).head(1)["start_ns"]
         if len(until):
             inside = (pl.col("process") == process) & pl.col("start_ns").is_between(begun_ns, until.item())
-            found.append(Captured(launches=_placed(launched.filter(inside).sort("start_ns"), table)))
-    return tuple(found)
+            graphs.append(Captured(launches=_placed(launched.filter(inside).sort("start_ns"), table)))
+    return tuple(graphs)
 
 
 def _placed(calls: pl.DataFrame, table: TraceTable) -> pl.DataFrame:
@@ -548,10 +548,10 @@ def nodes_of_graphs(attribution: Attribution, captures: tuple[Captured, ...]) ->
             continue
         if len(left) > 1:
             left.remove(match)
-        own = work.filter(pl.col("launch_row").is_in(row["launch_rows"]))
+        of_graph = work.filter(pl.col("launch_row").is_in(row["launch_rows"]))
         node = pl.int_range(pl.len(), dtype=pl.Int64).over("launch_row")
         totals = (
-            own.with_columns(node.alias("node"))
+            of_graph.with_columns(node.alias("node"))
             .group_by("node")
             .agg(
                 pl.col("name").first().cast(pl.String),
@@ -661,19 +661,19 @@ def details_as_json(summary: TraceSummary, view: View) -> dict[str, Any]:
 def _arranged(table: Table, view: View, rows: int | None) -> Table:
     """The table's first rows in the order that is asked for; without one, in its own."""
     top = view.top or rows or len(table.rows)
-    found = list(table.rows)
+    ordered = list(table.rows)
     if view.sort is not None and "tree" not in table.columns[0]:
         column = next((i for i, name in enumerate(table.columns) if view.sort.casefold() in name.casefold()), None)
         if column is None and view.only is not None:
             raise InputError(f"--sort {view.sort!r}: no such column: there is {', '.join(table.columns)}")
         if column is not None:
-            known = [row for row in found if row[column] is not None]
+            known = [row for row in ordered if row[column] is not None]
             numbers = all(isinstance(row[column], int | float) for row in known)
             known.sort(key=lambda row: row[column] if numbers else str(row[column]), reverse=numbers)  # type: ignore[arg-type, return-value]
-            found = [*known, *(row for row in found if row[column] is None)]
-    left = len(found) - top
+            ordered = [*known, *(row for row in ordered if row[column] is None)]
+    left = len(ordered) - top
     more = [Line(f"{left} more: --only {table.columns[0].partition(',')[0]!r}.", "aside")] if left > 0 else []
-    return msgspec.structs.replace(table, rows=tuple(found[:top]), notes=(*more, *table.notes))
+    return msgspec.structs.replace(table, rows=tuple(ordered[:top]), notes=(*more, *table.notes))
 
 
 def _on_host(summary: TraceSummary, frame: pl.DataFrame) -> pl.DataFrame:
@@ -819,7 +819,7 @@ def _kernel_times(head: str, summary: TraceSummary, _: View) -> Table:
     """The table of durations, without columns that the capture does not record."""
     frame = kernel_times(summary.attribution)
     units = {"grid": TEXT, "block": TEXT, "registers": "d", "occupancy": ".0f"}
-    told = [name for name in units if frame[name].count()]
+    shown = [name for name in units if frame[name].count()]
     labels = kernel_labels(frame["name"].to_list())
     for name in ("grid", "block"):
         sizes = [text and name_shown("x".join("".join(text.split()).strip("[]").split(","))) for text in frame[name]]
@@ -829,8 +829,8 @@ def _kernel_times(head: str, summary: TraceSummary, _: View) -> Table:
     return table_of(
         head, ("calls", "d"), ("least", "us of ns"), ("median", "us of ns"), ("most", "us of ns"),
         ("deviation", "us of ns"), ("total ms", "ms of ns"),
-        *(("occupancy %" if name == "occupancy" else name, units[name]) for name in told),
-        rows=_rows(frame.with_columns(several.alias("grid")), (labels[name] for name in frame["name"]), *times, *told),
+        *(("occupancy %" if name == "occupancy" else name, units[name]) for name in shown),
+        rows=_rows(frame.with_columns(several.alias("grid")), (labels[name] for name in frame["name"]), *times, *shown),
     )  # fmt: skip
 
 

@@ -31,14 +31,14 @@ def read_trace(path: Path) -> TraceTable:
     Raises InputError, naming the file and the remedy, for everything that is no whole capture.
     """
     try:
-        found = find_capture(path)
+        capture = find_capture(path)
         head = b""
-        if not found.is_dir():
-            with found.open("rb") as file:
+        if not capture.is_dir():
+            with capture.open("rb") as file:
                 head = file.read(64)
-            check_no_pointer(found, head)
-        table = read_nsys(found, head)
-        return table if table is not None else read_kineto(found)
+            check_no_pointer(capture, head)
+        table = read_nsys(capture, head)
+        return table if table is not None else read_kineto(capture)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
 

@@ -289,12 +289,12 @@ def occupation(attribution: Attribution) -> Occupation | None:
     end_ns = pl.col("start_ns") + pl.col("duration_ns")
     devices, between = [], []
     for device in work["device"].unique().sort().to_list():
-        own = work.lazy().filter(pl.col("device") == device).select(columns).collect()
+        of_device = work.lazy().filter(pl.col("device") == device).select(columns).collect()
         # The device's work clipped to the span of its steps, sorted by start.
-        marked = own.filter(pl.col("step").is_not_null()) if own["step"].count() else own
+        marked = of_device.filter(pl.col("step").is_not_null()) if of_device["step"].count() else of_device
         first, last = marked.select(pl.col("start_ns").min(), end_ns.max().alias("end_ns")).row(0)
         inside = (
-            own.filter((end_ns >= first) & (pl.col("start_ns") <= last))
+            of_device.filter((end_ns >= first) & (pl.col("start_ns") <= last))
             .with_columns(pl.col("start_ns").clip(lower_bound=first), end_ns.clip(upper_bound=last).alias("_end_ns"))
             .with_columns((pl.col("_end_ns") - pl.col("start_ns")).alias("duration_ns"))
             .drop("_end_ns")

@@ -105,13 +105,13 @@ def range_totals(attribution: Attribution, top: int = TOP, *, of_a_part: bool = 
 
 def launching(ranges: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
     """The ranges that launched some kernel of the attribution."""
-    launches = {process: own["launch_ns"] for (process,), own in _ordered(attribution).group_by("process")}
+    launches = {process: rows["launch_ns"] for (process,), rows in _ordered(attribution).group_by("process")}
     parts = [ranges.clear()]
-    for (process,), own in ranges.group_by("process", maintain_order=True):
+    for (process,), rows in ranges.group_by("process", maintain_order=True):
         times = launches.get(process, pl.Series(dtype=pl.Int64))
-        begun = times.search_sorted(own["start_ns"], side="left")
-        ended = times.search_sorted(own["start_ns"] + own["duration_ns"], side="left")
-        parts.append(own.filter(ended > begun))
+        begun = times.search_sorted(rows["start_ns"], side="left")
+        ended = times.search_sorted(rows["start_ns"] + rows["duration_ns"], side="left")
+        parts.append(rows.filter(ended > begun))
     return pl.concat(parts)
 
 
@@ -142,11 +142,11 @@ def _slices(ranges: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
         for (process,), mine in piece.group_by("process"):
             if process in launches:
                 parts.append(_merged(_held(mine, launches[process])))
-    found = pl.concat(parts)
-    if found.height < _AT_ONCE:
-        return _merged(found)
-    names = found["name"].to_physical() % _SHARES
-    return pl.concat([_merged(found.filter(names == share)) for share in range(_SHARES)])
+    slices = pl.concat(parts)
+    if slices.height < _AT_ONCE:
+        return _merged(slices)
+    names = slices["name"].to_physical() % _SHARES
+    return pl.concat([_merged(slices.filter(names == share)) for share in range(_SHARES)])
 
 
 def _held(ranges: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
@@ -282,7 +282,7 @@ def part_of(
         last = launches.join_asof(begins, on="start_ns", by="process", strategy="backward", check_sortedness=False)
         last = last.select("process", pl.col("begin_ns").alias("start_ns"))
         forwards = forwards.join(last, on=["process", "start_ns"], how="semi")
-    asked = {
+    options = {
         "--range": name,
         "--phase": phase,
         "--step": step,
@@ -291,9 +291,9 @@ def part_of(
         "--stream": stream,
         "--between": None if between is None else "T0:T1",
     }
-    given = [f"{option} {value}" for option, value in asked.items() if value is not None]
-    if not work.height and len(given) > 1:
-        raise InputError(f"{' and '.join(given)}: nothing was launched in all of these in {source}: leave one out")
+    chosen = [f"{option} {value}" for option, value in options.items() if value is not None]
+    if not work.height and len(chosen) > 1:
+        raise InputError(f"{' and '.join(chosen)}: nothing was launched in all of these in {source}: leave one out")
     attribution = dataclasses.replace(
         whole, work=work, instances=instances, forwards=forwards, links_checked=0, links_agree=0
     )
@@ -313,8 +313,8 @@ def _of_step(work: pl.DataFrame, instances: pl.DataFrame, step: int, source: str
         last = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]} alone" if steps else ""
         there = f"it has {last}" if steps else "no step is marked in it"
         raise InputError(f"--step {step}: no such step in {source}: {there}")
-    own, begins = instances.filter(pl.col("what") == STEP).sort("start_ns")[step : step + 1], pl.col("start_ns")
-    first, last = own.select(begins.min(), pl.col("end_ns").max()).row(0)
+    chosen, begins = instances.filter(pl.col("what") == STEP).sort("start_ns")[step : step + 1], pl.col("start_ns")
+    first, last = chosen.select(begins.min(), pl.col("end_ns").max()).row(0)
     return work.filter(pl.col("step") == step), instances.filter((begins >= first) & (begins < last))
 
 
@@ -343,13 +343,13 @@ def _between(
 def _inside_ranges(whole: Attribution, work: pl.DataFrame, name: str, source: str) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The work launched inside ranges of this name, on any thread of their process, and the ranges."""
     ranges = named_ranges(whole.table)
-    own = ranges.filter(pl.col("name").cast(pl.String) == name)
-    if not own.height:
+    named = ranges.filter(pl.col("name").cast(pl.String) == name)
+    if not named.height:
         names = sorted(filter(None, ranges["name"].unique().cast(pl.String).to_list()))
         raise InputError(f"--range {name!r}: no such range in {source}: {_near(name, names)}")
-    merged = lasting(union(own, ["process"]))
+    merged = lasting(union(named, ["process"]))
     inside = Nest(merged, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
-    return work.filter(inside), own
+    return work.filter(inside), named
 
 
 def _near(name: str, names: Sequence[str]) -> str:

@@ -440,8 +440,8 @@ class TraceSummary:
         """The time during which at least one kernel or graph ran, summed over devices."""
         if self.attribution.table.on_cpu:  # an operator's own time is scattered over its duration, which counts here
             operators = self.attribution.table.operators
-            own = operators if self.part is None else operators[self.attribution.work["operator_row"]]
-            merged = union(own, ["process"])
+            of_part = operators if self.part is None else operators[self.attribution.work["operator_row"]]
+            merged = union(of_part, ["process"])
         else:
             merged = union(self.attribution.kernels, ["process", "device"])
         return int((merged["end_ns"] - merged["start_ns"]).sum())

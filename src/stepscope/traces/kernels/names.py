@@ -640,8 +640,8 @@ def kernel_label(name: str) -> str:
     decoded = decode(name)
     base = decoded.operation or decoded.function
     if decoded.library == "ATen" and decoded.arguments:
-        found = dict.fromkeys(token for token in _FUNCTORS.findall(decoded.arguments) if not _PLUMBING.fullmatch(token))
-        base = " ".join([base, *list(found)[:2]])
+        names = dict.fromkeys(token for token in _FUNCTORS.findall(decoded.arguments) if not _PLUMBING.fullmatch(token))
+        base = " ".join([base, *list(names)[:2]])
     return base
 
 
@@ -653,8 +653,8 @@ def kernel_labels(names: Iterable[str]) -> dict[str, str]:
     labels: dict[str, str] = {}
     for label, sharing in by_label.items():
         labels |= {sharing[0]: label} if len(sharing) == 1 else _told_apart(label, sharing)
-    taken = Counter(labels.values())
-    return {name: label if taken[label] == 1 else name_shown(f"{label} {name}") for name, label in labels.items()}
+    counts = Counter(labels.values())
+    return {name: label if counts[label] == 1 else name_shown(f"{label} {name}") for name, label in labels.items()}
 
 
 def _told_apart(label: str, names: list[str]) -> dict[str, str]:
@@ -662,14 +662,14 @@ def _told_apart(label: str, names: list[str]) -> dict[str, str]:
     pattern = _LEXEMES_OF_MANGLED if all(name.startswith("_Z") for name in names) else _LEXEMES
     lexemes = [pattern.findall(name[:NAME_LIMIT]) for name in names]
     begin, end = _shared(lexemes), _shared([each[::-1] for each in lexemes])
-    told: dict[str, str] = {}
+    labels: dict[str, str] = {}
     for number, (name, each) in enumerate(zip(names, lexemes, strict=True), 1):
         between = " ".join(each[begin : max(begin, len(each) - end)])
         spaced = re.sub(r"(?<!,) (?=\W)|(?<=[^\w,]) ", "", between)  # as C++ is written: behind a comma alone
         difference = name_shown(middle_cut(spaced, _LONGEST_DIFFERENCE))
         longer = f"{label} <{difference}>" if difference else label
-        told[name] = longer if longer not in told.values() and difference else f"{longer} ({number})"
-    return told
+        labels[name] = longer if longer not in labels.values() and difference else f"{longer} ({number})"
+    return labels
 
 
 def _shared(rows: list[list[str]]) -> int:

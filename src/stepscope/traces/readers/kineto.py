@@ -169,8 +169,8 @@ def _tightened(text: msgspec.Raw) -> Event:
     except msgspec.ValidationError:
         return _NO_EVENT
     arguments: dict[str, float | msgspec.Raw] = {}
-    given = event.args
-    loose = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    event_arguments = event.args
+    loose = cast("dict[str, Any]", event_arguments) if isinstance(event_arguments, dict) else {}
     for field in msgspec.structs.fields(Arguments):
         value = loose.get(field.encode_name)
         if field.type is msgspec.Raw and value is not None:
@@ -332,9 +332,9 @@ class _Reader:
             )
             for name, of in figures.items()
         ]
-        told = pl.DataFrame([self._times(memory, "memory events")[0], self._host(memory)[0], *columns])
+        events = pl.DataFrame([self._times(memory, "memory events")[0], self._host(memory)[0], *columns])
         self._parts["counters"].append(
-            told.with_columns(pl.col("device").fill_null(-1))
+            events.with_columns(pl.col("device").fill_null(-1))
             .unpivot(index=["start_ns", "process", "device"], variable_name="name", value_name="value")
             .drop_nulls("value")
             .with_columns(pl.col("name").cast(pl.Categorical()))
@@ -352,21 +352,21 @@ class _Reader:
     def _take_work(self, kind: str, group: list[Event]) -> None:
         arguments = [event.args or NO_ARGUMENTS for event in group]
         if kind == "kernel":
-            occupancy = [_within(given.occupancy, 2**31) for given in arguments]
+            occupancy = [_within(each.occupancy, 2**31) for each in arguments]
             details = [
-                self._text("grid", (bytes(given.grid) for given in arguments)),
-                self._text("block", (bytes(given.block) for given in arguments)),
-                pl.Series("registers", [_within(given.registers, 2**31) for given in arguments], dtype=pl.Int32),
+                self._text("grid", (bytes(each.grid) for each in arguments)),
+                self._text("block", (bytes(each.block) for each in arguments)),
+                pl.Series("registers", [_within(each.registers, 2**31) for each in arguments], dtype=pl.Int32),
                 pl.Series("occupancy", occupancy, dtype=pl.Float32, strict=False),
             ]
         else:
-            details = [pl.Series("bytes", [_within(given.copied, 2**62) for given in arguments], dtype=pl.Int64)]
+            details = [pl.Series("bytes", [_within(each.copied, 2**62) for each in arguments], dtype=pl.Int64)]
         self._parts["work"].append(
             pl.DataFrame(
                 [
                     *self._times(group, table.WORK),
-                    _integers("device", (given.device for given in arguments), group, "pid"),
-                    _integers("stream", (given.stream for given in arguments), group, "tid"),
+                    _integers("device", (each.device for each in arguments), group, "pid"),
+                    _integers("stream", (each.stream for each in arguments), group, "tid"),
                     pl.Series("kind", [kind], dtype=table.KIND).new_from_index(0, len(group)),
                     self._text("name", (event.name for event in group)),
                     pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
@@ -379,18 +379,18 @@ class _Reader:
 
     def _take_collectives(self, group: list[Event]) -> None:
         """Keep what the events say of collectives: kernels of NCCL, and the operators that launch them."""
-        told = [event for event in group if event.args is not None and event.args.collective]
-        if not told:
+        events = [event for event in group if event.args is not None and event.args.collective]
+        if not events:
             return
-        arguments = [event.args or NO_ARGUMENTS for event in told]
-        start, _ = self._times(told, "collectives")
+        arguments = [event.args or NO_ARGUMENTS for event in events]
+        start, _ = self._times(events, "collectives")
         whole = ("correlation", "group_size", "elements_in", "elements_out", "collective_sequence")
         texts = {
-            name: [bytes(getattr(given, name)).decode("utf-8", "replace").strip('"') for given in arguments]
+            name: [bytes(getattr(each, name)).decode("utf-8", "replace").strip('"') for each in arguments]
             for name in ("collective", "group", "dtype")
         }
         columns = [*self._columns(arguments, *whole), *(self._text(name, values) for name, values in texts.items())]
-        rows = pl.DataFrame([start, *self._host(told), *columns])
+        rows = pl.DataFrame([start, *self._host(events), *columns])
         self._parts["collectives"].append(rows.rename({"collective_sequence": "sequence"}))
 
     def _take_calls(self, group: list[Event]) -> None:
@@ -405,9 +405,9 @@ class _Reader:
         arguments = [event.args or NO_ARGUMENTS for event in group]
         untold = self._text("", [b""]).new_from_index(0, len(group))
         shapes, dtypes, values = (untold.alias(name) for name in ("shapes", "dtypes", "values"))
-        if any(given.shapes or given.shapes_old or given.dtypes for given in arguments):
-            shapes = self._text("shapes", (bytes(given.shapes) or bytes(given.shapes_old) for given in arguments))
-            dtypes = self._text("dtypes", (bytes(given.dtypes) for given in arguments))
+        if any(each.shapes or each.shapes_old or each.dtypes for each in arguments):
+            shapes = self._text("shapes", (bytes(each.shapes) or bytes(each.shapes_old) for each in arguments))
+            dtypes = self._text("dtypes", (bytes(each.dtypes) for each in arguments))
         by_values = {
             name for name in {event.name for event in group} if isinstance(name, str) and BY_VALUES.search(name)
         }

@@ -114,11 +114,11 @@ class SqliteTables:
         with path.open("rb") as file:
             header = file.read(100)
         page_bytes = int.from_bytes(header[16:18]) if header[16:18] != b"\x00\x01" else 1 << 16
-        said = page_bytes * int.from_bytes(header[28:32])
+        stated = page_bytes * int.from_bytes(header[28:32])
         # The number of pages counts only where the last writer knew of it: it then left the counter of changes twice.
-        if len(header) == 100 and header[24:28] == header[92:96] and path.stat().st_size < said:
+        if len(header) == 100 and header[24:28] == header[92:96] and path.stat().st_size < stated:
             raise InputError(
-                f"{self.path}: {path.stat().st_size} bytes of {said}: this database is truncated; copy or export it "
+                f"{self.path}: {path.stat().st_size} bytes of {stated}: this database is truncated; copy or export it "
                 "again"
             )
 
@@ -261,8 +261,8 @@ def detail_columns(frame: pl.DataFrame) -> list[pl.Expr]:
         return pl.col(column).replace_strict(_MEMORY, default=None, return_dtype=pl.String)
 
     def sizes(columns: tuple[str, ...]) -> pl.Expr:
-        told = pl.all_horizontal(pl.col(columns) != NO_NUMBER)
-        return pl.when(told).then(pl.format("[{}, {}, {}]", *columns))
+        known = pl.all_horizontal(pl.col(columns) != NO_NUMBER)
+        return pl.when(known).then(pl.format("[{}, {}, {}]", *columns))
 
     def count(column: str) -> pl.Expr:
         return pl.when(pl.col(column) >= 0).then(pl.col(column))
@@ -307,13 +307,13 @@ def operators_apart(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     text = pl.col("name").cast(pl.String).str.slice(0, _LONGEST)
     names = ranges["name"].unique().to_frame()
     parts = names.with_columns(text.str.extract_groups(_WRITTEN).alias("parts")).unnest("parts")
-    told = pl.any_horizontal(pl.col(part).is_not_null() for part in ("sequence", "shapes", "inputs"))
-    written = parts.filter(told | pl.col("op_id").is_not_null()).select(
+    recorded = pl.any_horizontal(pl.col(part).is_not_null() for part in ("sequence", "shapes", "inputs"))
+    written = parts.filter(recorded | pl.col("op_id").is_not_null()).select(
         "name",
         "operator",
         pl.col("sequence").cast(pl.Int64),
         "shapes",
-        (told | pl.col("operator").str.contains(_OPERATOR)).alias("is_operator"),
+        (recorded | pl.col("operator").str.contains(_OPERATOR)).alias("is_operator"),
     )
     if not written.height:
         return ranges, empty(OPERATOR_SCHEMA)
@@ -410,12 +410,12 @@ def read_nsys(path: Path, head: bytes) -> TraceTable | None:
     if head.startswith(SQLITE):
         return _Reader(SqliteTables(path)).table()
     if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm") or head.startswith((b"NSYS", b"QDSTRM")):
-        made = exported(path)
+        database = exported(path)
     elif head.startswith(b"\x1f\x8b") and _holds_sqlite(path):
-        made = unpacked(path)
+        database = unpacked(path)
     else:
         return None
-    with made as sqlite:
+    with database as sqlite:
         return _Reader(SqliteTables(sqlite, named=path)).table()
 
 
@@ -469,11 +469,11 @@ class _Reader:
         if not self._tables.columns("StringIds") and not self._tables.columns("NVTX_EVENTS"):
             raise InputError(f"{path}: not an export of Nsight Systems (it has no table StringIds)")
         calls, work = self._calls(), self._work()
-        asked = self._metadata("META_DATA_CAPTURE")
+        metadata = self._metadata("META_DATA_CAPTURE")
         traced = frozenset(
             kind
             for kind in ("cuda", "nvtx")
-            for name, value in asked.items()
+            for name, value in metadata.items()
             if name.endswith(f"COLLECT_{kind.upper()}_TRACE") and value.lower() == "true"
         )
         remarks = self._remarks()

@@ -163,7 +163,7 @@ class Joined(Ranks):
         dist.all_gather_object(values, value, group=self._side)
         return values
 
-    def told(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         values = [value]
         dist.broadcast_object_list(values, 0, group=self._side)
         return values[0]

@@ -72,16 +72,16 @@ class _Collective:
 def time_collectives(argument: bytes, ranks: Ranks, device: torch.device, say: Say) -> RankTimes:
     """The times of all that the CollectivePlan names, as this rank sees them. Each is told when it is known."""
     plan = msgspec.json.decode(argument, type=CollectivePlan)
-    found = RankTimes(host=socket.gethostname(), environment=read_environment(device), times=())
+    times = RankTimes(host=socket.gethostname(), environment=read_environment(device), times=())
     part = b""
     for kind in plan.kinds:
-        for asked in plan.sizes:
-            say(f"{kind} of {format_bytes(asked)}", part)
+        for size in plan.sizes:
+            say(f"{kind} of {format_bytes(size)}", part)
             unit = 4 * ranks.ranks  # the ranks divide the elements, in fp32
-            time = _time(kind, -(-asked // unit) * unit, ranks, device, plan.seconds)
-            found = msgspec.structs.replace(found, times=(*found.times, time))
-            part = msgspec.json.encode(msgspec.structs.replace(found, times=(time,)))
-    return found
+            time = _time(kind, -(-size // unit) * unit, ranks, device, plan.seconds)
+            times = msgspec.structs.replace(times, times=(*times.times, time))
+            part = msgspec.json.encode(msgspec.structs.replace(times, times=(time,)))
+    return times
 
 
 def _time(kind: str, message_bytes: int, ranks: Ranks, device: torch.device, seconds: float) -> OneTime:
@@ -108,17 +108,17 @@ def _time(kind: str, message_bytes: int, ranks: Ranks, device: torch.device, sec
     timing = timing_device(device)
     try:
         repeated = _Repeated((Phase(name=CALL, run=several),))
-        found = measure({kind: repeated}, device=timing, settings=settings, peers=ranks)[kind]
+        timing_result = measure({kind: repeated}, device=timing, settings=settings, peers=ranks)[kind]
     except StepFailed as failed:
         raise failed.__cause__ or failed from None
-    if found.interrupted:
+    if timing_result.interrupted:
         raise KeyboardInterrupt
     return OneTime(
         kind=kind,
         message_bytes=message_bytes,
         calls=calls,
-        spans_ns=found.spans_ns,
-        device_s=found.samples[CALL].values_s,
+        spans_ns=timing_result.spans_ns,
+        device_s=timing_result.samples[CALL].values_s,
         clock=timing.clock_name,
     )
 

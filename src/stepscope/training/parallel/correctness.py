@@ -103,7 +103,7 @@ def check_ranks(
             if ranks.rank == 0
             else None
         )
-        found = _by_ranks(
+        by_ranks = _by_ranks(
             name, make_parts(), choices, device, ranks, make_optimizer=make_optimizer, strategy=strategy, copies=copies
         )
         if expected is not None:
@@ -111,7 +111,7 @@ def check_ranks(
             # A bound from few losses can be so wide that it checks nothing: it is held to what ranks that cut sums get.
             allowed = (least, STEPS * least, max(least, min(expected.losses_apart, _FEWEST[product_dtype])))
             for i in parts_of_found:
-                error, worst = furthest(found[i], expected.whole[i], expected.slack if i == 1 else None)
+                error, worst = furthest(by_ranks[i], expected.whole[i], expected.slack if i == 1 else None)
                 spread = max((away[i] for away in expected.apart), default=0.0)
                 verdicts.append(_Distance(error, worst, spread, max(_ALLOWED * spread, allowed[i])))
     verdict: Correctness | None = None
@@ -124,7 +124,7 @@ def check_ranks(
             loss_error=loss.error, loss_spread=loss.spread, loss_allowed=loss.allowed,
             worst=worst, steps=STEPS,
         )  # fmt: skip
-    return ranks.told(verdict)
+    return ranks.broadcast(verdict)
 
 
 _Found = tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]
@@ -319,16 +319,16 @@ def _add_loss(losses: dict[str, Tensor], step: int, loss: float, parts: int) -> 
 
 
 def furthest(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], slack: Mapping[str, float] | None = None
+    measured: Mapping[str, Tensor], wanted: Mapping[str, Tensor], slack: Mapping[str, float] | None = None
 ) -> tuple[float, str]:
     """The largest distance of any tensor, as a share of the one wanted, and its name; infinite for one that is missing,
     or not finite. slack: what of a tensor's distance does not count, by its name."""
     worst, named = 0.0, ""
     for name, expected in wanted.items():
-        if name not in found:
+        if name not in measured:
             return float("inf"), name
         size = float(expected.double().norm())
-        away = float((found[name].to(expected.device, torch.float64) - expected.double()).norm())
+        away = float((measured[name].to(expected.device, torch.float64) - expected.double()).norm())
         away -= min(away, (slack or {}).get(name, 0.0))
         distance = away / size if size else away
         if not distance <= worst:  # not a number is the worst of all

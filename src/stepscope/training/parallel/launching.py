@@ -78,8 +78,8 @@ def run_call(call: Call, say: Say, *, gather: bool = False) -> tuple[list[bytes]
     ranks = join(call.place, device)
     say("begin")
     if gather:  # somebody else started the ranks, each with words of its own
-        asked = ranks.gathered((call.function, bytes(call.argument)))
-        other = next((rank for rank, one in enumerate(asked) if one != asked[0]), None)
+        calls = ranks.gathered((call.function, bytes(call.argument)))
+        other = next((rank for rank, one in enumerate(calls) if one != calls[0]), None)
         if other is not None:
             raise InputError(f"rank {other} is asked for something else than rank 0: give all the same options")
     module, _, name = call.function.partition(":")
@@ -231,15 +231,15 @@ class _Job:
         """Start a rank."""
         number = call.place.rank
         log = self._folder / f"rank-{number}.log"
-        words, told = os.pipe()
+        words, write_end = os.pipe()
         try:
             with log.open("wb") as printed:
                 process = subprocess.Popen(
-                    (sys.executable, "-P", "-m", "stepscope.training.parallel.launching", str(told)),
+                    (sys.executable, "-P", "-m", "stepscope.training.parallel.launching", str(write_end)),
                     stdin=subprocess.PIPE,
                     stdout=printed,
                     stderr=printed,
-                    pass_fds=(told,),
+                    pass_fds=(write_end,),
                     env={"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
                     start_new_session=True,  # Ctrl-C reaches this process alone, which ends the ranks
                 )
@@ -247,7 +247,7 @@ class _Job:
             os.close(words)
             raise StepscopeError(f"cannot start rank {number}: {error.strerror or error}") from error
         finally:
-            os.close(told)
+            os.close(write_end)
         rank = _Rank(number, process, words, log)
         self._ranks.append(rank)
         self._selector.register(words, selectors.EVENT_READ, rank)
@@ -276,8 +276,8 @@ class _Job:
 
     def _hear(self, seconds: float) -> bool:
         """Take in what the ranks say within this time; returns whether any said something."""
-        found = self._selector.select(seconds)
-        for key, _ in found:
+        ready = self._selector.select(seconds)
+        for key, _ in ready:
             rank: _Rank = key.data
             data = os.read(rank.words, 1 << 16)
             if not data:
@@ -294,7 +294,7 @@ class _Job:
             rank.rest = bytearray(rest)
             for line in lines:
                 self._take(rank, msgspec.json.decode(line, type=Word))
-        return bool(found)
+        return bool(ready)
 
     def _take(self, rank: _Rank, word: Word) -> None:
         if not word.stage:

@@ -135,7 +135,7 @@ def shared_by(name: str, ranks: Ranks) -> Share:
 
     def share(parts: StepParts, choices: Workload) -> Shared:
         spread = spread_parts(record, parts, choices, ranks)
-        made = dataclasses.replace(
+        shared_parts = dataclasses.replace(
             parts,
             model=spread.model,
             forward=spread.forward,
@@ -144,7 +144,7 @@ def shared_by(name: str, ranks: Ranks) -> Share:
             batches=[part_of(batch, parts, record, ranks) for batch in parts.batches],
         )
         finish = spread.finish if spread.finishes else None
-        return Shared(parts=made, finish=finish, local=spread.local, run=spread.run, norm_of=spread.norm_of)
+        return Shared(parts=shared_parts, finish=finish, local=spread.local, run=spread.run, norm_of=spread.norm_of)
 
     return share
 
@@ -202,9 +202,9 @@ def part_of(batch: tuple[object, ...], parts: StepParts, record: StrategyRecord,
     if count == 1:
         return batch
     try:
-        found = parts.split(batch, count)
+        batches = parts.split(batch, count)
     except InputError:
-        found = []
-    if len(found) != count:
+        batches = []
+    if len(batches) != count:
         raise InputError(f"the batch cannot be divided by {count} ranks: give a batch size that can")
-    return found[ranks.rank // record.near]
+    return batches[ranks.rank // record.near]

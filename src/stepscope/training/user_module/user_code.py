@@ -267,8 +267,8 @@ def _named(value: Any, names: Sequence[str], path: str) -> Iterator[tuple[str, T
             yield from _named(item, (), f"{path}.{key}" if path else str(key))
     elif isinstance(value, (tuple, list)):
         for i, item in enumerate(value):
-            own = names[i] if i < len(names) else str(i)
-            yield from _named(item, (), f"{path}.{own}" if path else own)
+            name = names[i] if i < len(names) else str(i)
+            yield from _named(item, (), f"{path}.{name}" if path else name)
 
 
 def _signature(module: nn.Module) -> list[inspect.Parameter]:
@@ -314,9 +314,9 @@ def structure_digest(module: nn.Module) -> str:
 def source_digest(module: nn.Module, files: Iterable[Path | None]) -> str:
     """A digest of these files, and of those that define the module's classes outside of libraries."""
     of_classes = {_file_of(cls) for part in module.modules() for cls in type(part).__mro__}
-    found = {file.resolve() for file in (*files, *of_classes) if file is not None and file.is_file()}
+    paths = {file.resolve() for file in (*files, *of_classes) if file is not None and file.is_file()}
     # Only the content counts: the same code in another folder is the same experiment.
-    return _digest(b"".join(sorted(hashlib.sha256(file.read_bytes()).digest() for file in found)))
+    return _digest(b"".join(sorted(hashlib.sha256(file.read_bytes()).digest() for file in paths)))
 
 
 def _file_of(cls: type) -> Path | None:

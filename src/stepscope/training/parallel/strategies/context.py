@@ -81,9 +81,9 @@ def attention_across(inner: AttentionFunction, ranks: Ranks) -> AttentionFunctio
         assert causal and window is None
         k, v = cast("Tensor", _GatherSequence.apply(k)), cast("Tensor", _GatherSequence.apply(v))
         outs: list[Tensor] = []
-        for chunk, own in zip((ranks.rank, 2 * ranks.ranks - 1 - ranks.rank), q.chunk(2, _SEQUENCE), strict=True):
-            end = (chunk + 1) * own.shape[_SEQUENCE]
-            outs.append(_to_the_end(inner, own, k[:, :, :end], v[:, :, :end], scale))
+        for chunk, chunk_q in zip((ranks.rank, 2 * ranks.ranks - 1 - ranks.rank), q.chunk(2, _SEQUENCE), strict=True):
+            end = (chunk + 1) * chunk_q.shape[_SEQUENCE]
+            outs.append(_to_the_end(inner, chunk_q, k[:, :, :end], v[:, :, :end], scale))
         return torch.cat(outs, _SEQUENCE)
 
     return attention

@@ -155,22 +155,22 @@ class FullyShardedDataParallel(nn.Module):
 
     def _replace(self, module: nn.Module, compute_dtype: torch.dtype | None) -> None:
         """Put shards in the parameters' places; a tied one is the same in each of its."""
-        made: dict[nn.Parameter, _Sharded] = {}
+        by_parameter: dict[nn.Parameter, _Sharded] = {}
         for prefix, owner in module.named_modules():
             for name, parameter in list(owner._parameters.items()):
                 if parameter is None:
                     continue
-                if parameter not in made:
+                if parameter not in by_parameter:
                     full_name = f"{prefix}.{name}" if prefix else name
-                    made[parameter] = self._sharded[full_name] = _Sharded(full_name, parameter, compute_dtype)
-                made[parameter].places.append((owner._parameters, name))
+                    by_parameter[parameter] = self._sharded[full_name] = _Sharded(full_name, parameter, compute_dtype)
+                by_parameter[parameter].places.append((owner._parameters, name))
         for sharded in self._sharded.values():
             sharded.stand_in_place(sharded.shard)
 
     def _watch(self, unit: nn.Module, *, own_only: bool = False) -> None:
         """Gather the unit's parameters before its forward and its backward, and let them go after its forward."""
-        found = dict.fromkeys(unit.parameters(recurse=not own_only))
-        sharded = [self._of[parameter] for parameter in found if parameter in self._of]
+        parameters = dict.fromkeys(unit.parameters(recurse=not own_only))
+        sharded = [self._of[parameter] for parameter in parameters if parameter in self._of]
 
         def gather(*_: Any) -> None:
             for one in sharded:
@@ -187,9 +187,9 @@ class FullyShardedDataParallel(nn.Module):
             for one in outputs:
                 if one.requires_grad and not one.is_leaf:
                     one.register_hook(gather)  # backward comes to an output before it comes to what made it
-            given = {one.untyped_storage().data_ptr() for one in outputs}  # perhaps a parameter, or a part of one
+            returned = {one.untyped_storage().data_ptr() for one in outputs}  # perhaps a parameter, or a part of one
             for one in sharded:
-                one.let_go(unless_at=given)
+                one.let_go(unless_at=returned)
 
         unit.register_forward_pre_hook(before_forward, with_kwargs=True)
         unit.register_forward_hook(after_forward)

@@ -98,27 +98,27 @@ def pipeline(whole: Whole, ranks: Ranks) -> Spread:
     names = {parameter: name for name, parameter in model.named_parameters()}
     device, schedule = next(model.parameters()).device, whole.record.chosen("schedule")
     stages = whole.record.stages(ranks.ranks)
-    own = range(ranks.rank, stages, ranks.ranks)
+    numbers_here = range(ranks.rank, stages, ranks.ranks)
     cut = _Model(whole, stages)
     model.run_blocks = cut.run_blocks
-    _leave_out(model, [block for stage in own for block in cut.blocks_of(stage)], own, stages)
-    made = [PipelineStage(_Stage(cut, number), number, stages, device) for number in own]
+    _leave_out(model, [block for stage in numbers_here for block in cut.blocks_of(stage)], numbers_here, stages)
+    stages_here = [PipelineStage(_Stage(cut, number), number, stages, device) for number in numbers_here]
     schedules: dict[int, Any] = {}
 
     def run(batch: Batch) -> Tensor | None:
         count = cut.take(batch)
         if count not in schedules:
-            schedules[count] = _schedule(schedule, made, count)
+            schedules[count] = _schedule(schedule, stages_here, count)
         numbers = torch.arange(count)
         losses: list[Tensor] = []
-        last: dict[str, Any] = {"target": numbers, "losses": losses} if stages - 1 in own else {}
-        schedules[count].step(*((numbers,) if 0 in own else ()), micro=numbers, **last)
+        last: dict[str, Any] = {"target": numbers, "losses": losses} if stages - 1 in numbers_here else {}
+        schedules[count].step(*((numbers,) if 0 in numbers_here else ()), micro=numbers, **last)
         return torch.stack(losses).sum() if losses else None
 
-    finish = _sum_of_the_tied(model, own, stages, ranks)
+    finish = _sum_of_the_tied(model, numbers_here, stages, ranks)
     here = {names[parameter]: parameter for parameter in model.parameters()}
     # A tied weight that two ranks have is the first one's.
-    theirs = model.head.weight if finish is not None and stages - 1 in own else None
+    theirs = model.head.weight if finish is not None and stages - 1 in numbers_here else None
     return Spread(
         model=model, forward=whole.forward, optimizer=whole.optimizer_of(here.values()),
         full_parameters=lambda: _of_all(ranks, here),
@@ -129,13 +129,13 @@ def pipeline(whole: Whole, ranks: Ranks) -> Spread:
     )  # fmt: skip
 
 
-def _leave_out(model: Transformer, blocks: Sequence[int], own: range, stages: int) -> None:
+def _leave_out(model: Transformer, blocks: Sequence[int], here: range, stages: int) -> None:
     """Release what other ranks have; what is left keeps its name."""
     for number in range(len(model.blocks)):
         if number not in blocks:
             model.blocks[number] = nn.Identity()
-    absent = ("embedding",) if 0 not in own else ()
-    for name in (*absent, *(("norm", "head") if stages - 1 not in own else ())):
+    absent = ("embedding",) if 0 not in here else ()
+    for name in (*absent, *(("norm", "head") if stages - 1 not in here else ())):
         setattr(model, name, nn.Identity())
 
 
@@ -151,7 +151,7 @@ def _schedule(name: str, stages: Sequence[PipelineStage], count: int) -> Any:
     return (ScheduleGPipe if name == "gpipe" else Schedule1F1B)(stages[0], count, **options)
 
 
-def _sum_of_the_tied(model: Transformer, own: range, stages: int, ranks: Ranks) -> Callable[[], None] | None:
+def _sum_of_the_tied(model: Transformer, here: range, stages: int, ranks: Ranks) -> Callable[[], None] | None:
     """Adds up what the first stage and the last found of the gradient of a weight that both have; None where none is
     on two ranks. All ranks must call it."""
     first, last = 0, (stages - 1) % ranks.ranks
@@ -160,8 +160,8 @@ def _sum_of_the_tied(model: Transformer, own: range, stages: int, ranks: Ranks) 
     group = dist.new_group([first, last])
 
     def finish() -> None:
-        if 0 in own or stages - 1 in own:
-            weight = (model.embedding if 0 in own else model.head).weight
+        if 0 in here or stages - 1 in here:
+            weight = (model.embedding if 0 in here else model.head).weight
             assert weight.grad is not None
             dist.all_reduce(weight.grad, group=group)
 
@@ -170,5 +170,5 @@ def _sum_of_the_tied(model: Transformer, own: range, stages: int, ranks: Ranks) 
 
 def _of_all(ranks: Ranks, here: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of all ranks by name."""
-    found: list[dict[str, Tensor]] = ranks.gathered({name: tensor.detach().cpu() for name, tensor in here.items()})
-    return {name: tensor for of_rank in found for name, tensor in of_rank.items()}
+    gathered: list[dict[str, Tensor]] = ranks.gathered({name: tensor.detach().cpu() for name, tensor in here.items()})
+    return {name: tensor for of_rank in gathered for name, tensor in of_rank.items()}

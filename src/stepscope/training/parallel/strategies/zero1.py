@@ -61,9 +61,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             rank = self._held.index(min(self._held))
             self._owner[parameter] = rank
             self._held[rank] += parameter.numel() if parameter.requires_grad else 0
-        own = [parameter for parameter in added if self._owner[parameter] == dist.get_rank()]
+        sharded = [parameter for parameter in added if self._owner[parameter] == dist.get_rank()]
         options = {name: value for name, value in group.items() if name in param_group and name != "params"}
-        mine = {**options, "params": own}  # perhaps of no parameter: each rank has all groups, and their options
+        mine = {**options, "params": sharded}  # perhaps of no parameter: each rank has all groups, and their options
         if self._own is None:
             self._own = self._make([mine], **self._kwargs)
             self.state = self._own.state
@@ -117,8 +117,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _follow_options(self) -> None:
         """Take over what a scheduler may have changed, such as the learning rate."""
         assert self._own is not None
-        for own, shown in zip(self._own.param_groups, self.param_groups, strict=True):
-            own.update({name: value for name, value in shown.items() if name != "params" and name in own})
+        for group, shown in zip(self._own.param_groups, self.param_groups, strict=True):
+            group.update({name: value for name, value in shown.items() if name != "params" and name in group})
 
 
 def zero1(whole: Whole, ranks: Ranks) -> Spread:
