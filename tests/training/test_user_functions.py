@@ -156,7 +156,7 @@ def test_the_key_of_a_step_tells_versions_of_a_function_apart():
     Path("mine.py").write_text(WRITTEN + "# changed\n")
     after = workload(attention="mine.py:right", norm="mine.py:norm")
     assert before.key != after.key
-    with pytest.raises(InputError, match="has changed since it was named, or is not there: name mine"):
+    with pytest.raises(InputError, match=r"has changed since it was named, or is not there: name mine"):
         implementation(before.attention)
     Path("mine.py").unlink()
     assert TextbookWorkload(model=before.model, attention=before.attention).attention == before.attention  # as stored
@@ -195,13 +195,13 @@ def test_right_functions_of_every_kind():
 
 
 def test_a_fault_at_odd_lengths_is_found_from_a_step_of_even_ones():
-    with pytest.raises(GateFailure, match=r"wrong in 3 of 7 cases.*\(1, 2, 17, 32, causal, .*out is off by") as raised:
+    with pytest.raises(GateFailure, match=r"wrong in 3 of 8 cases.*\(1, 2, 17, 32, causal, .*out is off by") as raised:
         judged(attention="mine.py:in_tiles")
     assert raised.value.exit_code == 1
 
 
 def test_a_function_may_refuse_lengths_but_not_that_of_its_step():
-    assert "right in 2 of 7 calls beside float64; it refuses lengths 1, 17, 65, 127, 203; gradcheck passes" in judged(
+    assert "right in 3 of 8 calls beside float64; it refuses lengths 1, 17, 65, 127, 203; gradcheck passes" in judged(
         attention="mine.py:whole_tiles"
     )[0]  # fmt: skip
     with pytest.raises(GateFailure, match="lengths are multiples of 16; it is called as attention"):
@@ -227,7 +227,7 @@ def test_a_kernel_of_triton_in_the_interpreter():
     Path("kernels.py").write_text(TRITON)
     (sentence,) = judged(norm="kernels.py:Norm")
     assert (
-        "right in 4 of 4 calls beside float64; gradcheck is left out, since it computes float64 in fewer bits"
+        "right in 5 of 5 calls beside float64; gradcheck is left out, since it computes float64 in fewer bits"
         in sentence
     )
 
@@ -302,6 +302,104 @@ def test_the_studies_of_attention_ask_gradcheck_of_a_users_function_too():
     assert [row[2].partition("@")[0] for row in every] == ["mine.py:right"]
     assert [row[0].partition("@")[0] for row in without] == ["mine.py:halved"]
     assert "gradcheck fails in float64: GradcheckError" in without[0][-1]
+
+
+HABITS = """
+import torch
+import torch.nn.functional as F
+
+def product(gate, up):
+    return F.silu(gate) * up
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(gate, up, beta=1.0):
+        return F.silu(gate) * up
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        leaves = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+        with torch.enable_grad():
+            return *torch.autograd.grad(product(*leaves), leaves, gradient), None
+
+applied = Product.apply
+
+@torch.library.custom_op("habits::attention", mutates_args=())
+def operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sm_scale: float) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=sm_scale)
+
+def kept(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3])
+
+def gradients(ctx, gradient):
+    leaves = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+    with torch.enable_grad():
+        out = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    return *torch.autograd.grad(out, leaves, gradient), None, None
+
+operator.register_autograd(gradients, setup_context=kept)
+
+class Called:
+    def __call__(self, x, weight, eps, /):
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+def listed(gate, up):
+    return [product(gate, up)]
+
+calls, known = [], {}
+
+def every_other(gate, up):
+    calls.append(1)
+    return product(gate, up) * (1 + len(calls) % 2)
+
+def by_shape(gate, up):
+    return known.setdefault(gate.shape, product(gate, up))
+
+def wider(gate, up):
+    torch.set_default_dtype(torch.float64)
+    return product(gate, up)
+
+class Gone(BaseException):
+    pass
+
+def gone(gate, up):
+    raise Gone("no more")
+
+def flat(gate, up):
+    return product(gate, up).flatten()
+
+torch.set_float32_matmul_precision("high")
+"""
+
+
+def test_functions_as_authors_of_kernels_write_them(capsys: pytest.CaptureFixture[str]):
+    Path("habits.py").write_text(HABITS)
+    sentences = judged(mlp="habits.py:applied", attention="habits.py:operator", norm="habits.py:Called")
+    assert all("gradcheck passes in float64" in sentence for sentence in sentences), sentences
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert "changes PyTorch's precision of fp32 products, highest to high, which is set back" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("listed", "it returns list of Tensor, not one tensor"),
+        ("every_other", "when it is called again, result 0 is off|result 0 is off"),
+        ("by_shape", "gradient . is missing|when it is called again"),
+        ("wider", "it changes PyTorch's default dtype, float32 to float64, for all that comes after it"),
+        ("gone", "Gone: no more"),
+        ("flat", r"result 0 is \(16384,\), not \(32, 512\)"),
+    ],
+)
+def test_what_a_call_does_besides_its_result_is_seen(name: str, says: str):
+    Path("habits.py").write_text(HABITS.replace("habits::", f"{name}::"))
+    with pytest.raises(GateFailure, match=says):
+        judged(mlp=f"habits.py:{name}")
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_function_that_leaves_the_process_is_wrong_and_not_the_end():

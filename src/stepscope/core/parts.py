@@ -204,8 +204,8 @@ def is_users(name: str) -> bool:
 
 
 CONVENTIONS: dict[str, str] = {
-    "attention": "attention(q, k, v, causal), of q, k and v (batch, heads, length, head_dim), returns one like q; "
-    "causal may be is_causal, and a function without it is causal",
+    "attention": "attention(q, k, v, causal), of q, k and v (batch, heads, length, head_dim), which are views and not "
+    "contiguous, returns one like q; causal may be is_causal, and a function without it is causal",
     "norm": "norm(x, weight, eps), of x (..., width) and weight (width), returns RMSNorm in x's shape and dtype",
     "rope": "rope(q, k, cos, sin), of q and k (batch, heads, length, head_dim) and tables (length, head_dim), returns "
     "both turned by halves; or rope(x, cos, sin), of one of them",

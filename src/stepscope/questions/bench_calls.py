@@ -232,16 +232,20 @@ class Case:
             return verdict("wrong", str(done.raised))
         if done.raised is not None:
             judged: Judged = "refused" if self.label in MAY_REFUSE else "wrong"
+            judged = "not judged" if isinstance(done.raised, TimeoutError) else judged
             return verdict(judged, f"it raises {named_line(done.raised)}")
         if done.written:
             return verdict("wrong", f"it writes to {', '.join(done.written)}, which the caller owns")
-        missing = next((result for result in self.exact if result not in done.results), None)
-        if missing is not None:
-            return verdict("wrong", f"the {missing} is missing")
         errors, reason = self._errors(done.results)
+        if not reason and done.again is not None:
+            errors, why = self._errors(done.again)
+            reason = f"when it is called again, {why}" if why else ""
         return verdict("wrong" if reason else "right", reason, errors=errors, repeats=done.repeats)
 
     def _errors(self, found: Mapping[str, Tensor]) -> tuple[tuple[ResultError, ...], str]:
+        missing = next((result for result in self.exact if result not in found), None)
+        if missing is not None:
+            return (), f"the {missing} is missing"
         numbers = {name: tensor for name, tensor in self.exact.items() if tensor.is_floating_point()}
         units = {
             name: max(torch.finfo(self.plain[name].dtype).eps / 2, BLUR * self.blur.get(name, 0.0)) for name in numbers

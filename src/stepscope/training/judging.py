@@ -7,8 +7,9 @@ and memory of the results' sizes is filled with NaN before the call: who reads b
 one or beside it, and who leaves a number unwritten. The same call again shows whether the bits are the same.
 """
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +76,7 @@ def results_of(made: Any) -> dict[str, Tensor]:
 
 
 class WrongKind(Exception):
-    """A result of another number, shape, dtype or device than it should be."""
+    """A result of another number, shape, dtype or device than it should be, or a call that changes more than that."""
 
     def __init__(self, why: str, result: str = "", tensor: Tensor | None = None) -> None:
         super().__init__(why)
@@ -101,6 +102,8 @@ def run_call(
     trained = {name: t for name, t in zip(names, ready.tensors, strict=True) if t.requires_grad}
     with torch.enable_grad() if trained else torch.no_grad():
         outs = results_of(function(*ready.args, **ready.kwargs))
+        if torch.is_grad_enabled() != bool(trained):
+            raise WrongKind("it leaves autograd switched over, for all that comes after it")
     if like is not None:
         _check_kind(outs, like)
     found = {name: out.detach() for name, out in outs.items()}
@@ -174,14 +177,55 @@ def poison(blocks: Iterable[tuple[Sequence[int], torch.dtype]], device: torch.de
     del filled
 
 
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set by PyTorch's older and newer names both
+        return "mixed"
+
+
+_SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], object]], ...] = (
+    ("default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    (
+        "default device",
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
+    ("precision of fp32 products", _matmul_precision, torch.set_float32_matmul_precision),
+    ("deterministic algorithms", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    ("number of threads", torch.get_num_threads, torch.set_num_threads),
+    (
+        "cudnn.benchmark",
+        lambda: torch.backends.cudnn.benchmark,
+        lambda chosen: setattr(torch.backends.cudnn, "benchmark", chosen),
+    ),
+)
+"""Settings of the whole process that change what is measured after them: their names, what reads and what sets them."""
+
+
+@contextlib.contextmanager
+def settings_kept(changes: list[str]) -> Iterator[None]:
+    """While open, code may change PyTorch's settings; then they are as before, and `changes` has what was changed."""
+    before = [read() for _, read, _ in _SETTINGS]
+    try:
+        yield
+    finally:
+        for (name, read, put), was in zip(_SETTINGS, before, strict=True):
+            if (now := read()) != was:
+                changes.append(f"{name}, {was} to {now}".replace("torch.", ""))
+                put(was)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
     """What a function made of a call: results that can be judged, or why there are none."""
 
     results: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    again: Mapping[str, Tensor] | None = None
+    """The results of a second call, where they are others: both must be right."""
     repeats: bool | None = None
     """Whether a second call gave the same bits; None where there was none."""
-    raised: Exception | SystemExit | None = None
+    raised: BaseException | None = None
     """What it raised, or a WrongKind."""
     written: tuple[str, ...] = ()
     """What it wrote to of the caller's; the numbers are back."""
@@ -189,19 +233,27 @@ class Attempt:
 
 def attempt(run: Callable[[], dict[str, Tensor]], watched: Mapping[str, Watched], *, twice: bool) -> Attempt:
     """Run a function, by `run_call`. An error for memory that ran out is raised: a small device is no fault of it."""
-    results, repeats, raised = dict[str, Tensor](), None, None
+    results, again, repeats, raised, changes = dict[str, Tensor](), None, None, None, list[str]()
     try:
-        results = run()
-        if twice:
-            again = run()
-            repeats = all(torch.equal(tensor, again[name]) for name, tensor in results.items() if name in again)
-    except (Exception, SystemExit) as error:  # whatever it raises is its own fault
+        with settings_kept(changes):
+            results = run()
+            if twice:
+                again = run()
+                repeats = results.keys() == again.keys() and all(
+                    torch.equal(tensor, again[name]) for name, tensor in results.items()
+                )
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever it raises is its own fault
         if is_out_of_memory(error):
             raise
         raised = error
     finally:
         written = tuple(name for name, each in watched.items() if each.mend())
-    return Attempt(results=results, repeats=repeats, raised=raised, written=written)
+    if changes:
+        raised = WrongKind(f"it changes PyTorch's {' and '.join(changes)}, for all that comes after it")
+    again = again if repeats is False else None
+    return Attempt(results=results, again=again, repeats=repeats, raised=raised, written=written)
 
 
 # How far off a result is, and may be.
@@ -287,7 +339,7 @@ def check_gradients(function: Function, exact: Function, inputs: Sequence[Tensor
         return None, "computes float64 in fewer bits"
     leaves = [tensor.requires_grad_() for tensor in wide]
     try:
-        torch.autograd.gradcheck(function, leaves, fast_mode=True)
+        torch.autograd.gradcheck(function, leaves, fast_mode=True, nondet_tol=EXACT_IN_64_BITS)
     except Exception as error:  # a GradcheckError, or whatever its backward raises
         return False, f"gradcheck fails in float64: {named_line(error)}".rstrip(",")
     return True, ""

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stepscope.core.errors import InputError, named_line
+from stepscope.core.errors import InputError, named_line, warn
 from stepscope.core.files import code_digest, code_file
 from stepscope.core.parts import CONVENTIONS, user_function
 from stepscope.kernels.operators import autocast_dtype
+from stepscope.training.judging import WrongKind, settings_kept
 from stepscope.training.user_module.user_code import find_factory, printed_to_stderr, user_errors
 
 Function = Callable[..., Any]
@@ -36,8 +37,17 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 def find_object(spelled: str, option: str) -> Any:
-    """The object that `path/file.py:name`, `package.module:name` or `package.module.name` names. Raises InputError that
-    says what is missing."""
+    """The object that `path/file.py:name`, `package.module:name` or `package.module.name` names. PyTorch's settings
+    that its file changes are set back. Raises InputError that says what is missing."""
+    changes: list[str] = []
+    with settings_kept(changes):
+        found = _find(spelled, option)
+    if changes:
+        warn(f"{option} {spelled}: its file changes PyTorch's {' and '.join(changes)}, which is set back")
+    return found
+
+
+def _find(spelled: str, option: str) -> Any:
     if ":" in spelled:
         try:
             return find_factory(spelled).target
@@ -67,7 +77,8 @@ def users_part(part: str, name: str) -> Function:
     file = code_file(spelled.rpartition(":")[0])
     if digest and (file is None or code_digest(file)[:8] != digest):
         raise InputError(
-            f"{part} {name}: {file or spelled} has changed since it was named, or is not there: name {spelled}"
+            f"{part} {name}: {file or spelled} has changed since it was named, or is not "
+            f"there: name {spelled}"
         )
     return _ADAPTERS[part](_Target.of(find_object(spelled, f"--{part}"), part, spelled))
 
@@ -87,12 +98,15 @@ class _Target:
     @classmethod
     def of(cls, target: Any, part: str, spelled: str) -> "_Target":
         make = functools.partial(cls, part=part, spelled=spelled)
+        owner = getattr(target, "__self__", None)
+        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+            target = owner  # `attention = Attention.apply`
         if isinstance(target, type) and issubclass(target, torch.autograd.Function):
             own = [*inspect.signature(target.forward).parameters.items()]
             has_context = target.setup_context is torch.autograd.Function.setup_context
             return make(call=target.apply, parameters=dict(own[1:] if has_context else own), by_place=True)
-        if isinstance(target, type) and issubclass(target, nn.Module):
-            if part == "norm":
+        if isinstance(target, type) and any("__call__" in vars(each) for each in target.__mro__):
+            if part == "norm" and issubclass(target, nn.Module):
                 return make(call=_by_modules(target), parameters=None, by_place=False)
             with printed_to_stderr(), user_errors(f"{part} {spelled} cannot be made without arguments"):
                 target = target()
@@ -104,7 +118,9 @@ class _Target:
         if parameters is not None and not parameters and inspect.isfunction(target):
             with printed_to_stderr(), user_errors(f"{part} {spelled} fails"):
                 return cls.of(target(), part, spelled)
-        return make(call=target, parameters=parameters, by_place=False)
+        kinds = {one.kind for one in (parameters or {}).values()}
+        by_place = inspect.Parameter.POSITIONAL_ONLY in kinds and inspect.Parameter.KEYWORD_ONLY not in kinds
+        return make(call=target, parameters=parameters, by_place=by_place)
 
     def named(self, what: str) -> str | None:
         """What it calls this argument; None where it has none."""
@@ -134,6 +150,19 @@ class _Target:
 
 
 def _parameters(function: Function) -> dict[str, inspect.Parameter] | None:
+    """The parameters that a function says it has, an operator or a scripted function by its schema."""
+    operator = getattr(function, "_opoverload", function)
+    operator = getattr(operator, "default", operator)
+    schema = getattr(operator, "_schema", getattr(operator, "schema", None))
+    if isinstance(schema, torch.FunctionSchema):
+        return {
+            each.name: inspect.Parameter(
+                each.name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=each.default_value if each.has_default_value() else inspect.Parameter.empty,
+            )
+            for each in schema.arguments
+        }
     try:
         found = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -141,6 +170,18 @@ def _parameters(function: Function) -> dict[str, inspect.Parameter] | None:
     if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in found.values()):
         return None
     return found
+
+
+def only_tensor(made: Any) -> Tensor:
+    """The tensor that a call returned. Raises WrongKind for anything else, as a tuple that has one."""
+    if not isinstance(made, Tensor):
+        raise WrongKind(f"it returns {_kind(made)}, not one tensor")
+    return made
+
+
+def _kind(made: Any) -> str:
+    inside = f" of {', '.join(type(each).__name__ for each in made)}" if isinstance(made, tuple | list) else ""
+    return f"{type(made).__name__}{inside}"
 
 
 def _attention(target: _Target) -> Function:
@@ -170,7 +211,7 @@ def _attention(target: _Target) -> Function:
             more[of_gqa] = q.shape[1] != k.shape[1]
         elif q.shape[1] != k.shape[1]:
             k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
-        return target.run(q, k, v, **more)
+        return only_tensor(target.run(q, k, v, **more))
 
     return attention
 
@@ -189,6 +230,7 @@ def _norm(target: _Target) -> Function:
             y = target.call(x, weight, epsilon)
         else:
             y = target.run(x, weight, **({of_eps: epsilon} if of_eps is not None else {}))
+        y = only_tensor(y)
         return x, y if dtype is None else y.to(dtype)
 
     return norm
@@ -222,14 +264,17 @@ def _rope(target: _Target) -> Function:
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys with each pair of halves turned by its position's angle."""
         tables = cos[: q.shape[2]].to(q.dtype), sin[: q.shape[2]].to(q.dtype)
-        return (target.call(q, *tables), target.call(k, *tables)) if apart else target.call(q, k, *tables)
+        both = (target.call(q, *tables), target.call(k, *tables)) if apart else target.call(q, k, *tables)
+        if not isinstance(both, tuple | list) or len(both) != 2:
+            raise WrongKind(f"it returns {_kind(both)}, not queries and keys")
+        return only_tensor(both[0]), only_tensor(both[1])
 
     return rotated
 
 
 def _mlp(target: _Target) -> Function:
     target.check(2, 2)
-    return target.call
+    return lambda gate, up: only_tensor(target.call(gate, up))
 
 
 def _loss(target: _Target) -> Function:
@@ -240,8 +285,8 @@ def _loss(target: _Target) -> Function:
         """The mean cross-entropy of softmax(x weight^T) with the targets."""
         if with_head:
             dtype = autocast_dtype(x)
-            return target.call(x.to(dtype).flatten(0, -2), weight.to(dtype), targets.flatten())
-        mean = target.call(F.linear(x, weight).flatten(0, -2), targets.flatten())
+            return only_tensor(target.call(x.to(dtype).flatten(0, -2), weight.to(dtype), targets.flatten()))
+        mean = only_tensor(target.call(F.linear(x, weight).flatten(0, -2), targets.flatten()))
         return mean.to(torch.promote_types(mean.dtype, torch.float32))
 
     return loss

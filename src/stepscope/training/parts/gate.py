@@ -11,6 +11,7 @@ Inputs lie in memory that is NaN around them, and memory of the results' sizes i
 reads beside its input is seen, and who leaves a number unwritten.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stepscope.core.attention_call import AttentionShape
-from stepscope.core.errors import GateFailure, InputError, named_line
+from stepscope.core.errors import DeviceError, GateFailure, InputError, named_line, one_line
 from stepscope.core.parts import CONVENTIONS, PARTS, Kernels, Part, TensorDtype, is_users
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workloads import TextbookWorkload
@@ -34,7 +35,7 @@ from stepscope.recording.device import is_out_of_memory
 from stepscope.recording.precision import matmul_precision
 from stepscope.training.attention.gate import require_users_attention
 from stepscope.training.attention.inputs import TORCH_DTYPES
-from stepscope.training.judging import check_gradients, compare, interpreter_slack
+from stepscope.training.judging import WrongKind, attempt, check_gradients, compare, interpreter_slack
 from stepscope.training.parts import formulas, part_function
 
 EPSILON = 1e-5
@@ -53,6 +54,8 @@ class PartCase:
     """Whether tensors are views of larger ones; of rope, as heads of a projection lie."""
     ignored: bool = True
     """Whether one target of a loss is IGNORED."""
+    seed: int = 0
+    """Other numbers of the same shapes have another."""
 
     @property
     def width(self) -> int:
@@ -158,32 +161,26 @@ def _judge(
     blocks = [torch.full_like(tensor, math.nan) for tensor in plain.values() for _ in range(2)]
     del blocks
     overwrites = PARTS[case.part][name].overwrites
-    try:
-        found = inputs.run(called, copied=overwrites, frozen=none)
-        again = inputs.run(called, copied=overwrites, frozen=none)
-    except (Exception, SystemExit) as error:  # a user's function may raise anything, or leave the process
-        if not is_users(name) or is_out_of_memory(error):
-            raise
-        return PartVerdict(name=name, case=case, dtype=dtype, passed=False, refused=True, reason=named_line(error))
-    same = all(torch.equal(now, before) for now, before in zip(inputs.tensors, inputs.before, strict=True))
-    reason = "" if same else "it writes to its inputs"
-    reason = reason or next(
-        (
-            f"{result} is {tuple(found[result].shape)} in {found[result].dtype}, not {tuple(right.shape)} in "
-            f"{right.dtype}"
-            if result in found
-            else f"{result} is missing"
-            for result, right in plain.items()
-            if result not in found or found[result].shape != right.shape or found[result].dtype != right.dtype
-        ),
-        "",
-    )
+    done = attempt(lambda: inputs.run(called, copied=overwrites, frozen=none), {}, twice=True)
+    runs = (done.results,) if done.again is None else (done.results, done.again)
+    verdict = functools.partial(PartVerdict, name=name, case=case, dtype=dtype, passed=False)
+    if done.raised is not None:
+        if not is_users(name):
+            raise done.raised
+        of_kind = isinstance(done.raised, WrongKind)
+        return verdict(refused=not of_kind, reason=str(done.raised) if of_kind else named_line(done.raised))
+    left = all(torch.equal(now, before) for now, before in zip(inputs.given, inputs.before, strict=True))
+    reason = _other_kind(runs, plain) if left else "it writes to its inputs"
     if reason:
-        return PartVerdict(name=name, case=case, dtype=dtype, passed=False, reason=reason)
+        return verdict(reason=reason)
     unit = torch.finfo(TORCH_DTYPES[dtype]).eps / 2
     # Nobody says of a user's function which intermediate results it rounds.
     slack = interpreter_slack(TORCH_DTYPES[dtype], device.type) * (2.0 if is_users(name) else 1.0)
-    errors, reason = compare(exact, plain, found, dict.fromkeys(exact, unit), slack)
+    errors: dict[str, tuple[float, float]] = {}
+    for when, found in zip(("", "when it is called again, "), runs, strict=False):
+        if not reason:
+            errors, why = compare(exact, plain, found, dict.fromkeys(exact, unit), slack)
+            reason = f"{when}{why}" if why else ""
     # The inputs to freeze together, by number: each proper subset but the empty one.
     numbers = range(len(inputs.tensors))
     subsets = [each for size in numbers[1:] for each in itertools.combinations(numbers, size)]
@@ -193,19 +190,27 @@ def _judge(
         why = next((f"{result} is missing" for result in due if result not in of_rest), "")
         why = why or compare(due, plain, of_rest, dict.fromkeys(due, unit), slack)[1]
         reason = reason or (f"with input {' and '.join(map(str, frozen))} frozen, {why}" if why else "")
-    repeats = all(torch.equal(found[result], again[result]) for result in found)
-    if not repeats and PARTS[case.part][name].repeats:
+    if not done.repeats and PARTS[case.part][name].repeats:
         reason = reason or "a second call gave other bits"
-    return PartVerdict(
-        name=name, case=case, dtype=dtype, passed=not reason, reason=reason, errors=errors, repeats=repeats
-    )
+    return verdict(passed=not reason, reason=reason, errors=errors, repeats=done.repeats)
+
+
+def _other_kind(runs: Iterable[Mapping[str, Tensor]], plain: Mapping[str, Tensor]) -> str:
+    """What is missing of the results, or of another shape or dtype than PyTorch's; empty where nothing is."""
+    for found, (result, right) in itertools.product(runs, plain.items()):
+        if result not in found:
+            return f"{result} is missing"
+        if (found[result].shape, found[result].dtype) != (right.shape, right.dtype):
+            of, wanted = (f"{tuple(each.shape)} in {each.dtype}" for each in (found[result], right))
+            return f"{result} is {of}, not {wanted}"
+    return ""
 
 
 class _Inputs:
     """The tensors of a call in memory that is NaN around them, and the gradients of its results."""
 
     def __init__(self, case: PartCase, dtype: torch.dtype, device: torch.device) -> None:
-        generator = torch.Generator(device=device).manual_seed(sum(case.sizes))
+        generator = torch.Generator(device=device).manual_seed(sum(case.sizes) + case.seed)
 
         def normal(*shape: int, strided: bool = case.strided) -> Tensor:
             """Numbers in memory that is NaN before and behind them; strided: between rows, too."""
@@ -246,7 +251,8 @@ class _Inputs:
             self.rest = (targets,)
             gradients = [()]
         self.gradients = [torch.randn(shape, generator=generator, device=device) for shape in gradients]
-        self.before = [tensor.clone() for tensor in self.tensors]
+        self.given = [*self.tensors, *(each for each in self.rest if isinstance(each, Tensor))]
+        self.before = [tensor.clone() for tensor in self.given]
 
     def bound(self, function: Function) -> Function:
         """The function of the call's tensors alone, in float64."""
@@ -272,6 +278,9 @@ class _Inputs:
         else:
             out = function(*leaves, *rest)
             made = out if isinstance(out, tuple) else (out,)
+        for i, (out, g) in enumerate(zip(made, self.gradients, strict=True)):
+            if out.shape != g.shape:
+                raise WrongKind(f"result {i} is {tuple(out.shape)}, not {tuple(g.shape)}")
         upstream = [(out, g.to(out.dtype)) for out, g in zip(made, self.gradients, strict=True) if out.requires_grad]
         outs, of_outs = zip(*upstream, strict=True) if upstream else ((), ())
         gradients = torch.autograd.grad(outs, [*trained.values()], of_outs, allow_unused=True) if outs else ()
@@ -296,7 +305,7 @@ def require_users(workload: TextbookWorkload, device: torch.device) -> list[str]
     and InputError for one that cannot be called."""
     config, precision = workload.model, PRECISIONS[workload.dtype]
     tensors, backward, found = precision.tensors, workload.phase != "forward", list[str]()
-    with matmul_precision("fp32"):
+    with matmul_precision("fp32"), _memory_errors():
         if is_users(workload.attention):
             step = AttentionShape(
                 batch=workload.batch_size, heads=config.heads, key_heads=config.key_heads, queries=workload.seq_len,
@@ -320,6 +329,17 @@ def require_users(workload: TextbookWorkload, device: torch.device) -> list[str]
     return found
 
 
+@contextlib.contextmanager
+def _memory_errors() -> Iterator[None]:
+    """While open, memory that runs out is a DeviceError of one line."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceError(f"memory ran out when a function was held against float64: {one_line(error)}") from error
+
+
 _MOST_ROWS = {"cuda": 2048, "cpu": 64}
 
 
@@ -331,11 +351,13 @@ def require_users_part(
     sizes of its step."""
     part = step.part
     called = part_function(part, name)  # a file that is not there, or a function of something else, is no wrong result
+    # That of the step again, by other numbers: who keeps results by the shapes of a call is seen.
     beside = [replace(case, ignored=step.ignored) for case in SMALL_CASES if case.part == part]
+    beside.append(replace(step, seed=1))
     verdicts = check_part(name, (step,), (dtype,), device, backward=backward, frozen_too=False)
     with torch.compiler.set_stance("force_eager"):  # what is compiled is so for its step alone, which takes long enough
         verdicts += check_part(name, beside, (dtype,), device, backward=backward)
-    wrong = next((each for each in verdicts if not each.passed and not (each.refused and each.case != step)), None)
+    wrong = next((each for each in verdicts if not each.passed and not (each.refused and each.case in beside)), None)
     if wrong is not None:
         raise GateFailure(
             f"{part} {name} is wrong, so that no time of it is shown: ({wrong.case}) in {dtype}: {wrong.reason}; it is "
