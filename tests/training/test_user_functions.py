@@ -402,6 +402,18 @@ def test_what_a_call_does_besides_its_result_is_seen(name: str, says: str):
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_a_file_that_a_functions_file_imports_counts_in_its_key():
+    Path("inner").mkdir()
+    Path("inner/__init__.py").write_text("")
+    for folder, line in ((".", "from inner import deep\n"), ("inner", "from . import deep\n")):
+        Path(folder, "outer.py").write_text(line + "def norm(x, weight, eps):\n    return deep.norm(x, weight, eps)\n")
+        names: list[str] = []
+        for text in ("import torch\n", "import torch  # changed\n"):
+            Path("inner/deep.py").write_text(text)
+            names.append(workload(norm=f"{folder}/outer.py:norm").norm)
+        assert names[0] != names[1]
+
+
 def test_a_function_that_leaves_the_process_is_wrong_and_not_the_end():
     Path("leaves.py").write_text("import sys\n\n\ndef norm(x, weight, eps):\n    sys.exit(0)\n")
     with pytest.raises(GateFailure, match="SystemExit"):

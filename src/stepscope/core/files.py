@@ -1,19 +1,21 @@
 """Files and directories that a user names or that caches lie in, read within bounds."""
 
+import ast
 import contextlib
 import hashlib
 import importlib.util
+import itertools
 import os
 import re
 import stat
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from stepscope.core.errors import InputError, one_line
+from stepscope.core.errors import InputError, install_places, one_line
 from stepscope.core.units import MIB, format_bytes
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -172,6 +174,46 @@ def code_digest(file: Path) -> str:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     except OSError:
         return ""
+
+
+def digest_with_imports(file: Path) -> str:
+    """A digest of a file of code and of the files of the user's that it imports; that of the file where there are none.
+
+    They are found by its text, beside it, in the current directory or in its package, and nothing runs.
+    """
+    found, waiting = dict[Path, str](), [file.absolute()]
+    while waiting:
+        one = waiting.pop()
+        if one not in found and (digest := code_digest(one)):
+            found[one] = digest
+            waiting += _imported(one)
+    if len(found) < 2:
+        return code_digest(file)
+    return hashlib.sha256("".join(sorted(found.values())).encode()).hexdigest()[:16]
+
+
+def _imported(file: Path) -> Iterator[Path]:
+    """The files of the user's that a file imports, as its text says."""
+    if str(file).startswith(install_places()):
+        return
+    try:
+        statements = [*ast.walk(ast.parse(file.read_bytes()))]
+    except (OSError, SyntaxError, ValueError, RecursionError):  # who runs it says so
+        return
+    top = next(folder for folder in file.parents if not (folder / "__init__.py").exists())
+    for one in statements:
+        if isinstance(one, ast.Import):
+            names, places = [each.name for each in one.names], [file.parent, top, Path.cwd()]
+        elif isinstance(one, ast.ImportFrom):
+            module = one.module or ""
+            names = [module, *(f"{module}.{each.name}".strip(".") for each in one.names)]
+            places = [file.parents[one.level - 1]] if 0 < one.level <= len(file.parents) else []
+            places = [file.parent, top, Path.cwd()] if one.level == 0 else places
+        else:
+            continue
+        for place, name in itertools.product(places, filter(None, names)):
+            beside = place.joinpath(*name.split("."))
+            yield from (each for each in (beside.with_suffix(".py"), beside / "__init__.py") if each.is_file())
 
 
 def code_file(place: str) -> Path | None:

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from stepscope.core.errors import InputError, choose
-from stepscope.core.files import code_digest, code_file
+from stepscope.core.files import code_file, digest_with_imports
 
 Attention = str
 """The name of an attention: one of `ATTENTIONS`, a function of a user's (`user_function`), or `auto`, which stands for
@@ -245,7 +245,7 @@ def choose_name(name: str, names: Iterable[str], what: str) -> str:
         raise InputError(f"{what} {name}: {file} {'is a directory' if file.is_dir() else 'is not there'}; {remedy}")
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault(INTERPRETER, "1")  # read when Triton is imported, which torch may do before the function
-    return f"{spelled}@{code_digest(file)[:8]}"
+    return f"{spelled}@{digest_with_imports(file)[:8]}"
 
 
 def name_word(name: str) -> str:

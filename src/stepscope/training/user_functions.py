@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stepscope.core.errors import InputError, named_line, warn
-from stepscope.core.files import code_digest, code_file
+from stepscope.core.files import code_file, digest_with_imports
 from stepscope.core.parts import CONVENTIONS, user_function
 from stepscope.kernels.operators import autocast_dtype
 from stepscope.training.judging import WrongKind, settings_kept
@@ -75,9 +75,9 @@ def users_part(part: str, name: str) -> Function:
     """
     spelled, digest = user_function(name)
     file = code_file(spelled.rpartition(":")[0])
-    if digest and (file is None or code_digest(file)[:8] != digest):
+    if digest and (file is None or digest_with_imports(file)[:8] != digest):
         raise InputError(
-            f"{part} {name}: {file or spelled} has changed since it was named, or is not "
+            f"{part} {name}: {file or spelled} (or what it imports) has changed since it was named, or is not "
             f"there: name {spelled}"
         )
     return _ADAPTERS[part](_Target.of(find_object(spelled, f"--{part}"), part, spelled))
