@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, Node, Severity, Table, Tone
-from stepscope.core.errors import LONGEST_NAME, printable
+from stepscope.core.errors import LONGEST_MESSAGE, LONGEST_NAME, printable
 from stepscope.core.units import UNITS, figure_text
 
 NOT_FINITE = ("nan", "inf", "-inf")
@@ -67,7 +67,7 @@ def _text(cell: Cell, unit: str) -> str:
     if cell is None:
         return ""
     if isinstance(cell, str):
-        return printable(cell, LONGEST_NAME)
+        return printable(cell, LONGEST_MESSAGE if unit == PROSE else LONGEST_NAME)
     if isinstance(cell, bool):
         return "yes" if cell else "no"
     if unit not in ("", TEXT, PROSE):

@@ -39,6 +39,34 @@ def test_a_name_cut_short_is_explained_as_far_as_it_goes():
     assert "unit" not in lines and "cut off" not in said(FP32.format("tn"))["types"]
 
 
+def test_a_wrapper_whose_class_is_cut_off_is_most_likely_a_product():
+    lines = said("void cutlass::Kernel2<cut...")
+    assert lines["cut"].endswith("runs its matrix products, so this is most likely one")
+    assert (lines["family"], "runs" in lines, "library" in lines) == ("other", False, False)
+    assert "cut" not in said("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x256_8x4_nt_align1>(T1::Params)")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "does"),
+    [
+        ("vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float, float, float, at::native::binary_internal::"
+         "MulFunctor<float>>, std::array<char*, 3ul>>", "multiplies; vectorised: loads and stores 4 numbers at a time"),
+        ("vectorized_elementwise_kernel<(int)4, at::native::AUnaryFunctor<float, float, float, at::native::"
+         "binary_internal::MulFunctor<float>>, T>", "multiplies, with one number as the other operand; vectorised"),
+        ("elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<at::native::BinaryFunctor<float, float, float, "
+         "at::native::binary_internal::DivFunctor<float>>>>", "divides; works out the place of each number"),
+        ("unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}, T>",
+         "copies, and casts where the types differ; number by number"),
+    ],
+)  # fmt: skip
+def test_what_a_pointwise_kernel_does_is_said(kernel: str, does: str):
+    assert said(f"void at::native::{kernel}(int, T2, T3)")["does"].startswith(does)
+
+
+def test_nothing_is_left_out_of_a_sentence():
+    assert "…" not in stepscope("kernel", "ampere_sgemm_128x32_sliced1x4_nn").stdout
+
+
 @pytest.mark.parametrize(
     ("layout", "linear", "attention"),
     [

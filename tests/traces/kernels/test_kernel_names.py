@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.core.run_directory import load_runs
-from stepscope.traces.kernels.families import classify
+from stepscope.traces.kernels.families import KERNEL_RULES, classify
 from stepscope.traces.kernels.names import KernelName, decode, is_tf32, split_name
 
 RESULTS = Path(__file__).parents[3] / "results"
@@ -176,7 +176,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     # The same, cut off before it says so: nothing is claimed of its types.
     "void at::native::unrolled_elementwise_kernel<at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>, 4, Tri": {
-        "library": "ATen",
+        "library": "ATen", "cut": True,
     },
     "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>(float*, float const*)": ELEMENTS,
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)": {
@@ -208,6 +208,29 @@ def test_the_whole_of_what_a_name_says(name: str):
     said = {f.name: getattr(decoded, f.name) for f in fields(decoded) if f.name not in IDENTITY}
     blank = {f.name: f.default for f in fields(KernelName) if f.name not in IDENTITY}
     assert said == blank | EXPECTED[name]
+
+
+KNOWN = [*(name for name in EXPECTED if not name.endswith("...")), *(rule.example for rule in KERNEL_RULES.rules)]
+
+
+@pytest.mark.parametrize("name", KNOWN, ids=lambda name: name[:70])
+def test_a_name_that_is_cut_anywhere_says_what_the_whole_one_says_or_less(name: str):
+    whole, family = decode(name), classify(name)
+    for length in range(1, len(name)):
+        cut = name[:length] + ("…" if length % 2 else "...")
+        decoded = decode(cut)
+        assert decoded.cut and "..." not in decoded.operation, cut
+        assert classify(cut) in (family, "other"), cut
+        for field in fields(KernelName):
+            value, right = getattr(decoded, field.name), getattr(whole, field.name)
+            if field.name in (*IDENTITY, "cut") or value == field.default:
+                continue
+            if field.name == "schedule":
+                assert set(value) <= set(right), cut
+            elif field.name == "tile" and value[2] is None:
+                assert value[:2] == right[:2], cut
+            else:
+                assert value == right, (cut, field.name)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import msgspec
 from stepscope.core.answer import PROSE, Answer, Line, table_of
 from stepscope.core.errors import LONGEST_NAME, printable
 from stepscope.core.range_names import OPTIMIZER, SOFTMAX
-from stepscope.traces.kernels.names import KernelName, decode, is_tf32, split_name
+from stepscope.traces.kernels.names import KernelName, decode, is_tf32, split_name, whole_of
 
 Family = Literal[
     "matrix multiplication", "attention (fused)", "convolution", "recurrence", "softmax", "normalisation",
@@ -42,11 +42,14 @@ class Rulebook:
     def _compiled(self) -> list[tuple[Rule, re.Pattern[str], re.Pattern[str]]]:
         return [(rule, re.compile(rule.function), re.compile(rule.arguments)) for rule in self.rules]
 
-    def find(self, function: str, arguments: str = "") -> Rule | None:
-        """The first rule that fits."""
+    def find(self, function: str, arguments: str = "", *, cut: bool = False) -> Rule | None:
+        """The first rule that fits. cut: whether the arguments end early: none fits where one before it might have."""
         for rule, in_function, in_arguments in self._compiled:
-            if in_function.search(function) and in_arguments.search(arguments):
-                return rule
+            if in_function.search(function):
+                if in_arguments.search(arguments):
+                    return rule
+                if cut:
+                    return None
         return None
 
 
@@ -148,8 +151,15 @@ def rule_of(name: str) -> Rule | None:
     """The rule that the name alone falls under."""
     if _OPERATOR.match(name[:FUNCTION_LIMIT]):
         return OPERATOR_RULES.find(_operator_of(name[:FUNCTION_LIMIT]))
-    function, arguments, _ = split_name(name)
-    return KERNEL_RULES.find(function[:FUNCTION_LIMIT], arguments)
+    whole = whole_of(name)
+    function, arguments, _ = split_name(whole)
+    if whole != name and whole.rstrip().endswith(function) and not _is_product(decode(name)):
+        return None  # a word more may make it another kernel
+    return KERNEL_RULES.find(function[:FUNCTION_LIMIT], arguments, cut=whole != name)
+
+
+def _is_product(kernel: KernelName) -> bool:
+    return (kernel.transposes or kernel.accumulate_dtype) is not None
 
 
 _OPERATOR = re.compile(
@@ -189,7 +199,9 @@ def explain_kernel(name: str) -> KernelExplanation:
     """What the name says of its kernel. Of an unknown kernel that is its function's name and no more."""
     kernel, family = decode(name), classify(name)
     sayings = (
+        ("cut", _cut(kernel, family)),
         ("runs", "" if kernel.operation in kernel.function else kernel.operation),
+        ("does", _does(kernel)),
         ("family", family),
         ("library", _library(kernel)),
         ("architecture", _architecture(kernel)),
@@ -210,13 +222,79 @@ def explain_kernel(name: str) -> KernelExplanation:
 def answer_kernel(explanation: KernelExplanation) -> Answer:
     """The function's name, and a line for each thing that it says."""
     function = printable(explanation.kernel.function, LONGEST_NAME)
-    rows = [(heading, printable(sentence)) for heading, sentence in explanation.lines]
+    rows = [(heading, printable(sentence, None)) for heading, sentence in explanation.lines]
     return Answer(
         study="kernel",
         question="",
         lead=(Line(function, "strong"),),
         tables=(table_of("part", ("meaning", PROSE), rows=rows),),
     )
+
+
+def _cut(kernel: KernelName, family: Family) -> str:
+    if not kernel.cut:
+        return ""
+    text = "the name ends early: what stood behind is not known, and nothing is read from the word that may be half"
+    if kernel.function.startswith("cutlass::Kernel") and family == "other":
+        text += ". CUTLASS's wrapper of this name runs its matrix products, so this is most likely one"
+    return text
+
+
+# The functions that PyTorch's pointwise and reducing kernels apply (aten/src/ATen/native/cuda/*.cu).
+_APPLIES = (
+    (r"MulFunctor", "multiplies"),
+    (r"DivFunctor|div_(?:true|floor|trunc)_kernel", "divides"),
+    (r"CUDAFunctor_add|AddFunctor|add_kernel", "adds (where the call has alpha = -1: subtracts)"),
+    (r"direct_copy_kernel", "copies, and casts where the types differ"),
+    (r"(?:bfloat16|float16|float8)\w*_copy_kernel", "copies, and casts to that type"),
+    (r"FillFunctor", "fills with one number"),
+    (r"masked_fill", "fills with one number where a mask says so, as the causal mask of attention"),
+    (r"where_kernel", "takes from one tensor or another, as a mask says"),
+    (r"addcmul", "adds a product: a + value * b * c"),
+    (r"addcdiv", "adds a quotient: a + value * b / c"),
+    (r"lerp", "moves from one tensor towards another"),
+    (r"\bexp_kernel|exp_kernel_cuda", "takes exp"),
+    (r"\blog_kernel|log_kernel_cuda", "takes log"),
+    (r"rsqrt", "takes 1 / sqrt"),
+    (r"(?<!r)sqrt", "takes sqrt"),
+    (r"pow_tensor", "takes a power"),
+    (r"sigmoid_backward", "goes backward through sigmoid"),
+    (r"sigmoid", "takes sigmoid"),
+    (r"silu_backward", "goes backward through SiLU"),
+    (r"silu", "takes SiLU: x * sigmoid(x)"),
+    (r"GeluBackward|GeluCUDABackward", "goes backward through GELU"),
+    (r"Gelu", "takes GELU"),
+    (r"tanh_backward", "goes backward through tanh"),
+    (r"tanh", "takes tanh"),
+    (r"neg_kernel", "negates"),
+    (r"(?:sin|cos)_kernel", "takes a sine or cosine, as the tables of rotary embeddings"),
+    (r"CompareFunctor|CompareEqFunctor|compare_", "compares"),
+    (r"MeanOps", "takes means over a dimension"),
+    (r"NormTwoOps|NormOps", "takes norms"),
+    (r"sum_functor|func_wrapper_t<.*sum|ReduceAdd", "sums over a dimension"),
+    (r"MaxNanFunctor|MaxOps|max_values", "takes the largest over a dimension"),
+    (r"MinNanFunctor|MinOps|min_values", "takes the smallest over a dimension"),
+)
+
+
+def _does(kernel: KernelName) -> str:
+    """What a kernel of PyTorch's own applies to each number, and how it reads them."""
+    if kernel.library != "ATen" or not kernel.arguments:
+        return ""
+    if kernel.operation == "multi_tensor_apply_kernel":
+        return "one function on many tensors in one launch, as an optimizer with foreach or fused calls it"
+    text = next((words for pattern, words in _APPLIES if re.search(pattern, kernel.arguments)), "")
+    if text and re.search(r"[AB]UnaryFunctor", kernel.arguments):
+        text += ", with one number as the other operand"
+    wide = re.match(r"(?:\(int\))?(\d+)", kernel.arguments)
+    reads = {
+        "vectorized_elementwise_kernel": f"vectorised: loads and stores {wide[1] if wide else 'several'} numbers at a "
+        "time, as tensors that lie whole let it",
+        "elementwise_kernel": "works out the place of each number, for tensors that do not lie whole, or are broadcast",
+        "unrolled_elementwise_kernel": "number by number, four to a thread, for types that differ or places that are "
+        "not aligned",
+    }.get(kernel.operation, "")
+    return "; ".join(words for words in (text, reads) if words)
 
 
 _LIBRARY_NOTES = {

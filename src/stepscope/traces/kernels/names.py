@@ -1,6 +1,7 @@
 """What a kernel's name says: its grammar, the decoded name, and a short label."""
 
 import re
+import string
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -57,6 +58,8 @@ class KernelName:
     """Slices of K within one thread block."""
     unit: Unit | None = None
     schedule: tuple[str, ...] = ()
+    cut: bool = False
+    """Whether its end is missing, as profilers and write-ups cut names for a table."""
     head_dim: int | None = None
     """The largest head dimension that the kernel takes; smaller ones are padded."""
 
@@ -108,6 +111,16 @@ def split_name(name: str) -> NameParts:
     function = "".join(pieces).strip() or text
     written = ", ".join(arguments)
     return NameParts(function.replace(_MARK, _ANONYMOUS), written.replace(_MARK, _ANONYMOUS), not open_brackets)
+
+
+def whole_of(name: str) -> str:
+    """What is whole of a name that ends in dots, for what was cut off: the word before them may be half of one."""
+    text = name[:NAME_LIMIT].rstrip()
+    return _without_last_word(text.rstrip(".…")) if text.endswith(("..", "…")) else name
+
+
+def _without_last_word(text: str) -> str:
+    return text.rstrip(string.ascii_letters + string.digits)
 
 
 _IDENTIFIER = re.compile(r"[KV]*(?:(St)|(\d{1,4}))")
@@ -215,7 +228,13 @@ def _xmma(decoded: KernelName) -> KernelName | None:
             input_dtype=_DTYPES[product],
             accumulate_dtype=_DTYPES[accumulator],
             output_dtype=_DTYPES[output],
-            unit=None if second_pass else "tensor core" if tensor else "cuda core" if "_ffma" in operation else None,
+            unit=None
+            if second_pass or decoded.cut
+            else "tensor core"
+            if tensor
+            else "cuda core"
+            if "_ffma" in operation
+            else None,
             second_pass=second_pass,
         )
     tile = _XMMA_TILE.search(operation, match.end())
@@ -257,6 +276,8 @@ def _cutlass_2(decoded: KernelName) -> KernelName | None:
     product: Dtype | None
     if rounded or source:
         product = _DTYPES[rounded or source]
+    elif decoded.cut and not rest.strip("_"):  # the type may stand behind
+        product = None
     elif instruction is None or letter in "hd":
         product = accumulator
     else:
@@ -395,10 +416,15 @@ OPERATION_LIMIT = 512
 @lru_cache(1024)
 def decode(name: str) -> KernelName:
     """What the name says. Any text is a name: one that says nothing has a function and no more."""
-    function, arguments, complete = split_name(name)
+    whole = whole_of(name)
+    function, arguments, complete = split_name(whole)
+    cut = whole != name or not (complete or whole.startswith("_Z"))
+    if cut and not complete:  # the last word may be half of one
+        arguments = _without_last_word(arguments)
     operation = _operation(function, arguments)
     decoded = KernelName(
         name=name,
+        cut=cut,
         function=function,
         arguments=arguments,
         operation=operation,
@@ -407,6 +433,8 @@ def decode(name: str) -> KernelName:
     for grammar in GRAMMARS:
         if (known := grammar(decoded)) is not None:
             return known
+    if cut and _WRAPPERS.fullmatch(function):  # FlashAttention's kernels have the wrapper, too
+        return replace(decoded, library=None)
     return _elements(decoded) if complete and decoded.library == "ATen" else decoded
 
 
@@ -418,7 +446,7 @@ def is_tf32(decoded: KernelName) -> bool:
     return decoded.input_dtype == "tf32"
 
 
-_WRAPPERS = re.compile(r"cutlass::(?:Kernel2?|device_kernel)")
+_WRAPPERS = re.compile(r"cutlass::(?:Kernel2?|device_(?:kernel)?)?")
 
 
 _MANGLED_CLASS = re.compile(r"(?:Li\d{1,4}E)*NS_(\d{1,3})")
@@ -560,7 +588,7 @@ def _small_product(decoded: KernelName) -> KernelName | None:
         return None
     # Their template arguments are types without names: with one type among them all are known, with two none is.
     dtypes = _dtypes(decoded.arguments)
-    dtype = dtypes[0] if len(dtypes) == 1 else None
+    dtype = dtypes[0] if len(dtypes) == 1 and not decoded.cut else None
     layout = re.match(r"gemmSN_([NT]{2})_", decoded.operation)
     reduces = "splitKreduce" in decoded.operation
     # Of other types these may yet use Tensor Cores; fp32 and fp64 named without TF32 or an instruction do not.
