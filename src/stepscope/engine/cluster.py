@@ -500,23 +500,25 @@ class _Measured:
             self.ended.exception()  # it may be that nobody waits
 
 
+@dataclass(eq=False)
 class NodePlace:
     """One of the cells that a node measures at a time."""
 
     unlike = True
 
-    def __init__(self, cluster: Cluster, node: Node, device: str) -> None:
-        self._cluster, self._node, self.device = cluster, node, device
+    cluster: Cluster
+    node: Node
+    device: str
 
     async def measure(self, request: StepRequest, modules: Sequence[str] | None, tell: Tell) -> Run:
         """The run of a cell, which has come home. Raises PlaceLost where the node has died."""
-        ranks, gpus = request.workload.ranks, self._node.gpus
+        ranks, gpus = request.workload.ranks, self.node.gpus
         if 0 < gpus < ranks:
-            message = f"{ranks} ranks need a GPU each, and node {self._node.name} has {gpus}"
+            message = f"{ranks} ranks need a GPU each, and node {self.node.name} has {gpus}"
             return record(request, None, "failed", Failure(message=message, during=REFUSED))
-        word = await self._cluster.measured(self._node.id, request, modules, tell)
+        word = await self.cluster.measured(self.node.id, request, modules, tell)
         if word.lost is not None:
-            self._cluster.place_count -= 1
+            self.cluster.place_count -= 1
             raise PlaceLost(word.lost, began=bool(word.stage))
         if word.killed is not None:
             return record(request, None, "killed", Failure(message=word.killed, during="start"))

@@ -134,20 +134,21 @@ def run_steps(step: AssembledStep, watch: fake_memory.FakeMemory, count: int, *,
         label_residents(step, watch, on_host=on_host)
 
 
+@dataclasses.dataclass(eq=False)
 class _FakePhases(Recorder):
     """A Recorder that tells FakeMemory of the phases and names the gradients."""
 
-    def __init__(self, step: AssembledStep, watch: fake_memory.FakeMemory) -> None:
-        self._step, self._watch = step, watch
+    step: AssembledStep
+    watch: fake_memory.FakeMemory
 
     def phase_begins(self, name: str) -> None:
-        self._phase = self._watch.phase(name)
+        self._phase = self.watch.phase(name)
         self._phase.__enter__()
 
     def phase_ends(self, name: str) -> None:
         self._phase.__exit__(None, None, None)
         if name == BACKWARD:
-            self._watch.label([p.grad for p in self._step.model.parameters() if p.grad is not None], "gradients")
+            self.watch.label([p.grad for p in self.step.model.parameters() if p.grad is not None], "gradients")
 
 
 def attention_backend(workload: TextbookWorkload, query: Tensor) -> fake_memory.AttentionBackend:

@@ -518,17 +518,17 @@ def whole_steps(
     return list(planned.values())
 
 
+@dataclass(eq=False)
 class _Given(Sequence[training_step.Batch]):
     """The batches of all steps, each made when it is asked for."""
 
-    def __init__(self, data: Batches) -> None:
-        self._data = data
+    data: Batches
 
     def __len__(self) -> int:
-        return len(self._data.places)
+        return len(self.data.places)
 
     def __getitem__(self, index: int) -> training_step.Batch:  # pyright: ignore[reportIncompatibleMethodOverride]  (no slices)
-        return self._data.at(index + 1)
+        return self.data.at(index + 1)
 
 
 def train_whole_step(

@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -132,19 +132,20 @@ def patient(tell: Callable[[str, float], None] | None) -> Callable[[str, float],
     return report
 
 
+@dataclass(eq=False)
 class _Losses(Recorder):
     """Keeps the loss of each micro-batch, and weighs it before backward."""
 
-    def __init__(self, step: ModuleStep, weights: Sequence[float]) -> None:
-        self._step, self._weights = step, weights
-        self.values: list[float] = []
+    step: ModuleStep
+    weights: Sequence[float]
+    values: list[float] = field(init=False, default_factory=list[float])
 
     def phase_ends(self, name: str) -> None:
-        loss = self._step.loss
+        loss = self.step.loss
         if name == FORWARD and loss is not None:
-            if self._weights:
+            if self.weights:
                 # The step divides by the number of micro-batches.
-                self._step.loss = loss * (self._weights[len(self.values)] * len(self._weights))
+                self.step.loss = loss * (self.weights[len(self.values)] * len(self.weights))
             self.values.append(loss.item())
 
 

@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -193,18 +194,18 @@ class Pricing:
         )
 
 
+@dataclass(eq=False)
 class _SavedBytes(Recorder):
     """Counts what the graph keeps for backward when forward has ended, but for parameters and buffers."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self.bytes: int | None = None
+    step: Step
+    bytes: int | None = field(init=False, default=None)
 
     def phase_ends(self, name: str) -> None:
-        loss = self._step.loss
+        loss = self.step.loss
         if name != FORWARD or loss is None or loss.grad_fn is None:
             return
-        model = self._step.model
+        model = self.step.model
         resident = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         storages = [saved.tensor.untyped_storage() for saved in saved_tensors(loss.grad_fn)]
         kept = {storage.data_ptr(): storage.nbytes() for storage in storages}

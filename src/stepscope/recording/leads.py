@@ -8,6 +8,7 @@ finds nothing in the cache.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -33,16 +34,16 @@ class Led(Driven, Protocol):
     lead: Callable[[], object] | None
 
 
+@dataclass(eq=False)
 class LedCall:
     """A single call as something to measure, with an optional lead before it."""
 
-    def __init__(self, run: Callable[[], object]) -> None:
-        self._run = run
-        self.lead: Callable[[], object] | None = None
+    run: Callable[[], object]
+    lead: Callable[[], object] | None = field(init=False, default=None)
 
     @property
     def phases(self) -> Sequence[Phase]:
-        return with_lead(self.lead, Phase(name="call", run=self._run))
+        return with_lead(self.lead, Phase(name="call", run=self.run))
 
     def prepare(self) -> None:
         pass
@@ -53,11 +54,13 @@ def with_lead(lead: Callable[[], object] | None, *phases: Phase) -> tuple[Phase,
     return phases if lead is None else (Phase(name=LEAD, run=lead), *phases)
 
 
+@dataclass(eq=False)
 class Leads:
     """Gives each subject a lead as long as it needs. fill: a function that overwrites the cache once."""
 
-    def __init__(self, timing: Device, fill: Callable[[], object], clock: Clock | None = None) -> None:
-        self._timing, self._fill, self._clock = timing, fill, clock
+    timing: Device
+    fill: Callable[[], object]
+    clock: Clock | None = None
 
     def give(self, name: str, subject: Led) -> None:
         """Measure some steps without a lead, and have the next ones begin with one. Raises StepFailed."""
@@ -73,10 +76,10 @@ class Leads:
         return (measured.samples["call"].median_s or 1e-4) / fills
 
     def _trial(self, name: str, subject: Driven) -> Measurement:
-        return measure({name: subject}, device=self._timing, settings=_TRIAL, clock=self._clock)[name]
+        return measure({name: subject}, device=self.timing, settings=_TRIAL, clock=self.clock)[name]
 
     def _fills(self, times: int) -> Callable[[], object]:
-        return lambda: [self._fill() for _ in range(times)]
+        return lambda: [self.fill() for _ in range(times)]
 
 
 def overwrite_cache(device: torch.device) -> Callable[[], object]:

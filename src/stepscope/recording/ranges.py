@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -96,20 +97,21 @@ if watched():
         _emission.emitters = (NvtxEmitter(),)
 
 
+@dataclass(eq=False)
 class _Range:
     """A range on every emitter that is set when it begins."""
 
     __slots__ = ("_emitters", "_name")
 
-    def __init__(self, name: str, emitters: tuple[Emitter, ...]) -> None:
-        self._name, self._emitters = name, emitters
+    name: str
+    emitters: tuple[Emitter, ...]
 
     def __enter__(self) -> None:
-        for emitter in self._emitters:
-            emitter.push(self._name)
+        for emitter in self.emitters:
+            emitter.push(self.name)
 
     def __exit__(self, *_: object) -> None:
-        for emitter in reversed(self._emitters):
+        for emitter in reversed(self.emitters):
             emitter.pop()
 
 

@@ -130,23 +130,24 @@ AFTER_S = 2.0
 """Seconds that a TimeLimit leaves for what is looked at after the timed steps."""
 
 
+@dataclass(eq=False)
 class TimeLimit:
     """The time that a whole run may take from the end of its first step on, which may compile: that of warm-up, of the
     measured steps, and of what is looked at after them."""
 
-    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        """seconds: the time that the measured steps may take."""
-        self.seconds, self._now = seconds, now
-        self._end_s = math.inf
+    seconds: float
+    """The time that the measured steps may take."""
+    now: Callable[[], float] = time.monotonic
+    _end_s: float = field(init=False, default=math.inf)
 
     def begin(self) -> None:
         """Begin to count; later calls change nothing."""
         if self._end_s == math.inf:
-            self._end_s = self._now() + self.seconds + max(1.0, self.seconds / 5) + AFTER_S
+            self._end_s = self.now() + self.seconds + max(1.0, self.seconds / 5) + AFTER_S
 
     def left_s(self) -> float:
         """Seconds that are left; below zero where it is over."""
-        return self._end_s - self._now()
+        return self._end_s - self.now()
 
 
 def measure(

@@ -14,6 +14,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -482,19 +483,19 @@ class KeptCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(eq=False)
 class _Recomputation:
     """The range of what runs again. It is made in forward and entered in backward, for emitters that watch then."""
 
-    def __init__(self, inner: AbstractContextManager[Any]) -> None:
-        self._inner = inner
-        self._range: AbstractContextManager[object] = contextlib.nullcontext()
+    inner: AbstractContextManager[Any]
+    _range: AbstractContextManager[object] = field(init=False, default_factory=contextlib.nullcontext)
 
     def __enter__(self) -> None:
         self._range = detail_range(RECOMPUTATION)
         self._range.__enter__()
-        self._inner.__enter__()
+        self.inner.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         # PyTorch raises an exception of its own here, as soon as it has the last tensor that backward needs.
-        self._inner.__exit__(*raised)
+        self.inner.__exit__(*raised)
         self._range.__exit__(*raised)

@@ -34,14 +34,14 @@ class Allocator(Protocol):
     def free(self, block: int) -> None: ...
 
 
+@dataclass(eq=False)
 class RoundingAllocator:
     """An allocator that only rounds sizes up to a multiple of `unit` bytes."""
 
-    def __init__(self, unit: int = 512) -> None:
-        self._unit = unit
+    unit: int = 512
 
     def allocate(self, size: int) -> tuple[int, int]:
-        return 0, -(-size // self._unit) * self._unit
+        return 0, -(-size // self.unit) * self.unit
 
     def free(self, block: int) -> None:
         pass

@@ -32,11 +32,11 @@ class Rule:
     example: str
 
 
+@dataclass(eq=False)
 class Rulebook:
     """Rules whose patterns are compiled when a name is first looked up."""
 
-    def __init__(self, rules: tuple[Rule, ...]) -> None:
-        self.rules = rules
+    rules: tuple[Rule, ...]
 
     @cached_property
     def _compiled(self) -> list[tuple[Rule, re.Pattern[str], re.Pattern[str]]]:

@@ -21,6 +21,7 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -336,23 +337,23 @@ def furthest(
     return worst, named
 
 
+@dataclass(eq=False)
 class _Copies:
     """Copies of tensors, on the step's device where a model of this size has room for them, else on the CPU."""
 
-    def __init__(self, device: torch.device, *, wanted: bool = True) -> None:
-        """wanted: whether anything is to be copied at all."""
-        self.wanted = wanted
-        self._device = device
+    device: torch.device
+    wanted: bool = field(kw_only=True, default=True)
+    """Whether anything is to be copied at all."""
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self.wanted:
             return {}
         place = torch.device("cpu")
-        if self._device.type == "cuda":
-            free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
-            free -= torch.cuda.memory_allocated(self._device)
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+            free -= torch.cuda.memory_allocated(self.device)
             if _ROOM * sum(tensor.nbytes for tensor in tensors.values()) <= free:
-                place = self._device
+                place = self.device
         return {name: tensor.detach().to(place, copy=True) for name, tensor in tensors.items()}
 
 

@@ -6,7 +6,7 @@ import inspect
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Literal, TypeGuard
 
@@ -382,13 +382,13 @@ class ModuleStep(AssembledStep):
         self._first.run(OPTIMIZER, super()._optimize)
 
 
+@dataclass(eq=False)
 class _FirstRuns:
     """Runs the phases of a user's step. What a phase raises in its first run is a mistake in the user's code; later, it
     is a failure of the run, which keeps the steps before it."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self.done: set[str] = set()
+    name: str
+    done: set[str] = field(init=False, default_factory=set[str])
 
     def run(self, phase: str, run: Callable[[], object]) -> None:
         """Run a phase. Raises InputError if its first run fails, unless the device failed: that is not the user's
@@ -405,7 +405,7 @@ class _FirstRuns:
                 raise
             called = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
             where = f"{phase}, in its loss function" if UserModule.loss_of.__code__ in called else phase
-            raise InputError(f"{self._name} fails in {where}: {named_line(error)}") from error
+            raise InputError(f"{self.name} fails in {where}: {named_line(error)}") from error
         self.done.add(phase)
 
 
