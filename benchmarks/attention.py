@@ -26,7 +26,6 @@ from stepscope.core.attention_call import (
     AttentionTimings,
     call_flops,
     decode_timings,
-    encode_timings,
 )
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
@@ -36,6 +35,7 @@ from stepscope.core.errors import (
     StepscopeError,
     choose,
 )
+from stepscope.core.files import json_document
 from stepscope.core.parts import Attention, TensorDtype
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
@@ -102,7 +102,7 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
     def tell(timings: AttentionTimings) -> None:
         nonlocal told
         if arguments.json is not None:
-            write_atomically(encode_timings(timings), arguments.json)
+            write_atomically(json_document(timings).encode(), arguments.json)
         rows, told = timings.timings[told:], len(timings.timings)
         if rows:
             words = ", ".join(f"{row.cell.implementation} {brief(row)}" for row in rows)

@@ -19,9 +19,9 @@ from typing import Any
 from stepscope.core.formulas.operator_formulas import Unknown
 from stepscope.core.formulas.operator_rules import (
     OPERATOR_WORK_RULES,
+    RULE_OF,
     call_sight,
     call_work,
-    operator_rule,
     recorded_call,
 )
 from stepscope.traces.readers.kineto import BY_VALUES, Arguments, Event, decode_block
@@ -120,7 +120,7 @@ def fault_of(name: str, given: dict[str, Any]) -> str | None:
         shapes, dtypes, values = _texts(event)
         shapes_label(shapes)
         call = recorded_call(name, shapes, dtypes, values=values, list_element_bytes=4)
-        rule = operator_rule(name)
+        rule = RULE_OF.get(name)
         if call is None or rule is None:
             return None
         for causal in ("half", "full"):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from stepscope.allocations.prediction.estimate import estimate
-from stepscope.core.attention_call import AttentionCell, GateReport, decode_timings, encode_timings, saved_by_formula
+from stepscope.core.attention_call import AttentionCell, GateReport, decode_timings, saved_by_formula
 from stepscope.core.attention_support import attention_of, is_predicted, predicted_attention, resolve_attention
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
+from stepscope.core.files import json_document
 from stepscope.core.parts import ATTENTIONS, AttentionCall, AttentionRecord, attention_names
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
@@ -126,7 +127,7 @@ def test_its_calls_are_measured():
         groups, device="cpu", seconds=0, steps=5, launches="shown", budget_s=None, workers=0, ceilings=False
     )
     assert [row.outcome for row in timings.timings] == ["measured", "measured"]
-    assert decode_timings(encode_timings(timings), "a file") == timings
+    assert decode_timings(json_document(timings).encode(), "a file") == timings
     assert saved_by_formula(timings.timings[1].cell, "cpu") is None
     assert any("toy" in str(cell) for table in answer_attention(timings).tables for row in table.rows for cell in row)
 

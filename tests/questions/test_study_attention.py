@@ -24,11 +24,11 @@ from stepscope.core.attention_call import (
     CallMemory,
     call_flops,
     decode_timings,
-    encode_timings,
     saved_by_formula,
 )
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
+from stepscope.core.files import json_document
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.samples import Interval, Samples
 from stepscope.questions.attention import (
@@ -52,7 +52,7 @@ from stepscope.questions.attention_answer import (
     fit_slope,
 )
 from stepscope.questions.attention_calls import draw_call
-from stepscope.questions.attention_gate import GateMatrix, decode_matrix, encode_matrix, judge_matrix
+from stepscope.questions.attention_gate import GateMatrix, decode_matrix, judge_matrix
 from stepscope.questions.attention_workers import WorkerAnswer, WorkerTask, work_through
 from stepscope.questions.function_calls import CallPass, FunctionCalls, settings_for
 from stepscope.training.attention import implementation
@@ -363,7 +363,7 @@ def test_text_of_the_answer():
 
 
 def test_timings_and_answer_travel_as_json(tmp_path: Path):
-    assert decode_timings(encode_timings(STORY), "here") == STORY
+    assert decode_timings(json_document(STORY).encode(), "here") == STORY
     answer = answer_attention(STORY)
     assert decode_answer(encode_answer(answer).encode(), "here").tables == answer.tables
     for decode in (decode_timings, decode_answer):
@@ -373,7 +373,7 @@ def test_timings_and_answer_travel_as_json(tmp_path: Path):
             decode(b"", "empty.json")
     with pytest.raises(InputError, match=r"nothing\.json holds no timings of attention"):
         decode_timings(b'{"kind": 3}', "nothing.json")
-    newer = encode_timings(msgspec.structs.replace(STORY, version=99))
+    newer = json_document(msgspec.structs.replace(STORY, version=99)).encode()
     with pytest.raises(InputError, match="version 99"):
         decode_timings(newer, "newer.json")
 
@@ -567,7 +567,7 @@ def test_the_matrix_is_whole_and_says_who_is_wrong(tmp_path: Path, capfd: pytest
         ("sdpa", True, 32), ("sdpa-cudnn", False, 32),
     ]  # fmt: skip
     assert all(verdict.repeats for verdict in matrix.reports[0].verdicts)
-    assert decode_matrix(encode_matrix(matrix), "again") == matrix
+    assert decode_matrix(json_document(matrix).encode(), "again") == matrix
     app(["study", "attention-gate", "--from", str(kept)], standalone_mode=False)
     assert capfd.readouterr().out == text
     run("--from", str(kept))

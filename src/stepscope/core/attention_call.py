@@ -8,9 +8,9 @@ import msgspec
 
 from stepscope.core.environment import Environment
 from stepscope.core.errors import GateFailure
-from stepscope.core.files import decode_document, json_document
+from stepscope.core.files import decode_document
 from stepscope.core.formulas import SOFTMAX_FLOPS, AttentionSizes, attention_flops
-from stepscope.core.parts import ATTENTIONS, Attention, AttentionCall, TensorDtype, check_attention
+from stepscope.core.parts import ATTENTIONS, Attention, AttentionCall, TensorDtype, choose_name
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import Dtype, TextbookWorkload
 
@@ -159,7 +159,7 @@ class GateReport(msgspec.Struct, frozen=True, kw_only=True):
     verdicts: tuple[AttentionVerdict, ...]
 
     def __post_init__(self) -> None:
-        check_attention(self.implementation)
+        choose_name(self.implementation, ATTENTIONS, "attention")
 
     @property
     def failures(self) -> tuple[AttentionVerdict, ...]:
@@ -213,7 +213,7 @@ class AttentionCell(msgspec.Struct, frozen=True, kw_only=True):
     compile: CallCompile = "none"
 
     def __post_init__(self) -> None:
-        check_attention(self.implementation)
+        choose_name(self.implementation, ATTENTIONS, "attention")
 
     @property
     def line(self) -> str:
@@ -294,13 +294,8 @@ class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(name for name in timed if ATTENTIONS[name].compiler == "triton")
 
 
-def encode_timings(timings: AttentionTimings) -> bytes:
-    """The timings as one JSON document."""
-    return json_document(timings).encode()
-
-
 def decode_timings(data: bytes, source: str) -> AttentionTimings:
-    """The timings that `encode_timings` wrote. Raises InputError that names the source."""
+    """The timings of their document. Raises InputError that names the source."""
     return decode_document(
         data, AttentionTimings, source, holds="timings of attention", newest=TIMINGS_VERSION, again="with --figures"
     )

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from stepscope.core.parts import Attention, PartFound, check_attention
+from stepscope.core.parts import ATTENTIONS, Attention, PartFound, choose_name
 from stepscope.core.range_names import STEP
 from stepscope.core.samples import Samples
 from stepscope.core.units import counted, format_seconds
@@ -487,7 +487,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.attention is not None:
-            check_attention(self.attention)
+            choose_name(self.attention, ATTENTIONS, "attention")
 
 
 # What the ranks of one step measured: a step that several processes take part in is over when the last of them is.

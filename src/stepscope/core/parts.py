@@ -339,11 +339,6 @@ PREFERRED_ELSEWHERE: tuple[Attention, ...] = ("sdpa", "reference")
 """Attentions that `auto` tries in this order without CUDA. `flash` is left out: Triton's interpreter is for testing."""
 
 
-def check_attention(name: Attention) -> None:
-    """Raise an InputError if there is no implementation of this name, as a file may say."""
-    choose_name(name, ATTENTIONS, "attention")
-
-
 def scores_of(name: Attention) -> Scores:
     """How an attention makes its scores; `auto` picks a fused one."""
     return ATTENTIONS[name].scores if name != AUTO else "fused"

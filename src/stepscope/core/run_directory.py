@@ -42,12 +42,8 @@ DIGEST_FILE = "trace-{tool}.json"
 SEARCH_FOLDER = "tune-{key}"
 """Beside run directories, by the key of the workload that `tune` began with: the runs of its search. They are found
 where this folder is named."""
-_SEARCH_FOLDER = re.compile(r"tune-.*[0-9a-f]{8}")
-
-
-def is_search(folder: str) -> bool:
-    """Whether a folder of this name has the runs of a search."""
-    return _SEARCH_FOLDER.fullmatch(folder) is not None
+SEARCH_FOLDERS = re.compile(r"tune-.*[0-9a-f]{8}")
+"""The names of such folders."""
 
 
 _DECODER = msgspec.json.Decoder(Run)
@@ -164,7 +160,7 @@ def find_run_files(place: Path) -> Iterator[Path]:
         for folder, inside, files in os.walk(place):
             if RUN_FILE in {*inside, *files}:
                 run_files.append(Path(folder, RUN_FILE))
-            inside[:] = [name for name in inside if not is_search(name)]
+            inside[:] = [name for name in inside if not SEARCH_FOLDERS.fullmatch(name)]
         yield from sorted(run_files, key=lambda file: (file.parent.name, str(file)))
 
 

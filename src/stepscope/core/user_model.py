@@ -97,13 +97,8 @@ def without_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: without_options(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
         for name, value in fields.items()
-        if name not in BY_OPTIONS or _is_token(value)
+        if name not in BY_OPTIONS or type(value) is int  # a token or a label may have any name, as in `label2id`
     }
-
-
-def _is_token(value: object) -> bool:
-    """Whether a value is the number of a token or a label, which may have any name, as in `label2id`."""
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def unmet(workload: Workload) -> tuple[str, ...]:
@@ -146,7 +141,7 @@ def _found(fields: Mapping[str, Any], names: tuple[str, ...], path: str = "") ->
         if name in _DTYPE and name in names and isinstance(value, dict):
             parts = cast("dict[str, Any]", value)
             yield from ((f"{path}{name}.{part}".rstrip("."), each) for part, each in parts.items())
-        elif name in names and not _is_token(value):
+        elif name in names and type(value) is not int:
             yield f"{path}{name}", value
         elif isinstance(value, dict) and name not in BY_OPTIONS:
             yield from _found(cast("dict[str, Any]", value), names, f"{path}{name}.")

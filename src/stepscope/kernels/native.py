@@ -455,12 +455,6 @@ def may_learn(key: bytes) -> bool:
     return _tries[key] <= _MOST_TRIES
 
 
-def _aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernels of a call on these are those of others: Triton compiles another for an address that is not
-    aligned."""
-    return not any(each.data_ptr() % ALIGNMENT_BYTES for each in tensors if each.numel())
-
-
 DTYPE_NUMBERS: defaultdict[torch.dtype, int] = defaultdict(itertools.count().__next__)
 """Dtypes as options of a key, each numbered when it is first looked up."""
 
@@ -524,8 +518,10 @@ class Watched:
     def ran(self, results: Sequence[Tensor | None]) -> Pass | None:
         """The pass; None where it cannot be launched by what was seen."""
         there = self._given[0].device
-        if self._mode.other or any(each.device != there for each in self._mode.tensors) or not _aligned(self._given):
+        if self._mode.other or any(each.device != there for each in self._mode.tensors):
             return None
+        if any(each.data_ptr() % ALIGNMENT_BYTES for each in self._given if each.numel()):
+            return None  # Triton compiles another kernel for an address that is not aligned
         launches = [self._launch(*each) for each in self._launched]
         outputs: list[tuple[int, int, Layout] | None] = []
         for tensor in results:

@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.core import attention_call, errors, interrupts
 from stepscope.core.answer import Answer
-from stepscope.core.files import read_named
+from stepscope.core.files import json_document, read_named
 from stepscope.core.options import CALLS, GIVEN, MEASURING, WORKLOAD, Option, completed, refuse_beside
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype, is_users
 from stepscope.core.precisions import Dtype
@@ -335,7 +335,7 @@ def time_attentions(
 
     def keep(timings: attention_call.AttentionTimings) -> None:
         if figures is not None:
-            write_atomically(attention_call.encode_timings(timings), figures)
+            write_atomically(json_document(timings).encode(), figures)
 
     with interrupts.keeping():
         timings, interrupted = measure_grid(

@@ -200,7 +200,7 @@ class AttentionStudy:
                     beside.append(same)
                 ends, time_s = time_ends(row), both_s(row) or 0.0
                 factors = [max(time_s / other, other / time_s) for each in beside if (other := both_s(each))]
-                if factors and (ends is None or (_wide(ends) and ends.high > ends.low * min(factors))):
+                if factors and (ends is None or (ends.high > WIDE * ends.low and ends.high > ends.low * min(factors))):
                     cells.add(row.cell)
         return frozenset(cells)
 
@@ -257,10 +257,6 @@ def time_ends(row: AttentionTiming) -> Interval | None:
     if row.both is None or row.both.count < 3:
         return None
     return row.both.interval() or Interval(low=row.both.smallest_s or 0.0, high=row.both.largest_s or 0.0)
-
-
-def _wide(ends: Interval) -> bool:
-    return ends.high > WIDE * ends.low
 
 
 def flops_per_s(row: AttentionTiming) -> float | None:
@@ -381,7 +377,10 @@ def _contests(study: AttentionStudy) -> Iterator[Finding]:
         low, high = min(at, key=lambda d: at[d].value), max(at, key=lambda d: at[d].value)
         factor = times_as_fast(at[low])
         if low != high:
-            ends = [f"; {r.low:.3g} to {r.high:.3g}" if (r := at[d].interval) and _wide(r) else "" for d in (low, high)]
+            ends = [
+                f"; {r.low:.3g} to {r.high:.3g}" if (r := at[d].interval) and r.high > WIDE * r.low else ""
+                for d in (low, high)
+            ]
             factor = (
                 f"{at[low].value:.3g} (head_dim {low}{ends[0]}) to {at[high].value:.3g} ({high}{ends[1]}) times as fast"
             )

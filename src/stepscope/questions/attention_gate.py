@@ -52,13 +52,8 @@ class GateMatrix(msgspec.Struct, frozen=True, kw_only=True):
         return sum(len(report.verdicts) for report in self.reports)
 
 
-def encode_matrix(matrix: GateMatrix) -> bytes:
-    """JSON, one document."""
-    return json_document(matrix).encode()
-
-
 def decode_matrix(data: bytes, source: str) -> GateMatrix:
-    """What `encode_matrix` wrote. Raises InputError that names the source."""
+    """A matrix of its document. Raises InputError that names the source."""
     return decode_document(
         data, GateMatrix, source, holds="verdicts of the gate", newest=GATE_VERSION, again="with --figures"
     )
@@ -267,7 +262,7 @@ def judge_attentions(
 
     def keep(matrix: GateMatrix) -> None:
         if figures is not None:
-            write_atomically(encode_matrix(matrix), figures)
+            write_atomically(json_document(matrix).encode(), figures)
 
     check_place(figures)
     with interrupts.keeping():
@@ -313,7 +308,7 @@ def result_of(matrix: GateMatrix) -> Result:
     besides = f", and {unsupported} are not supported" if unsupported else ""
     judged = f"{matrix.reached - unsupported} of {matrix.calls} calls were judged{besides}"
     answer = answer_gate(matrix.reports, f"{matrix.device_name}; {versions}", origin=judged)
-    return Result(answer=answer, document=lambda: encode_matrix(matrix).decode())
+    return Result(answer=answer, document=lambda: json_document(matrix))
 
 
 def usual_workers(device_type: str) -> int:

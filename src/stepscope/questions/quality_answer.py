@@ -197,7 +197,8 @@ def _beside(each: RunJudged, outcomes: RunsJudged) -> Finding:
         if judged:
             text = f"{each.name} departs at step {each.departs}; from step {since} on its loss is not finite{known}."
     elif judged:
-        times = _times(each.final_loss - outcomes.reference.final_loss, outcomes.starts_final)
+        difference, starts = each.final_loss - outcomes.reference.final_loss, outcomes.starts_final
+        times = f"{abs(difference) / starts:.2g} times" if starts else "more than" if difference else "no more than"
         departs = "does not depart from fp32" if each.departs is None else f"departs from fp32 at step {each.departs}"
         text = f"{each.name} {departs}: it {_ends(each, outcomes)} ({times} what starts change){known}."
     else:
@@ -223,10 +224,6 @@ def _signed(difference: float) -> str:
     if not difference:
         return "level with"
     return f"{abs(difference):.2g} {'above' if difference >= 0 else 'below'}"
-
-
-def _times(difference: float, yardstick: float) -> str:
-    return f"{abs(difference) / yardstick:.2g} times" if yardstick else "more than" if difference else "no more than"
 
 
 def _known(each: RunJudged) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,7 +77,9 @@ def find_parts(step: ModuleStep, seed: int) -> Parts:
     # Modules of a Sequential differ in a number alone, too: only those of one class are layers.
     grouped: dict[tuple[str, str], list[str]] = {}
     for path in seeing.widest:
-        kind = step.user_module.loss_name if path is None else _kind(step, path, frozenset(seeing.called))
+        kind = step.user_module.loss_name if path is None else type(step.model.get_submodule(path)).__name__
+        if path is not None and nearest_inside(path, frozenset(seeing.called)):
+            kind += ", between its modules"
         grouped.setdefault((LOSS if path is None else folded(path), kind), []).extend([] if path is None else [path])
     names = {key: paths[0] if len(paths) == 1 and paths[0] else key[0] for key, paths in grouped.items()}
     several = Counter(names.values())
@@ -103,11 +105,6 @@ def nearest_inside(path: str, called: frozenset[str]) -> list[str]:
 
 def _is_inside(path: str, outer: str) -> bool:
     return path != outer and path.startswith(f"{outer}." if outer else "")
-
-
-def _kind(step: ModuleStep, path: str, called: frozenset[str]) -> str:
-    name = type(step.model.get_submodule(path)).__name__
-    return f"{name}, between its modules" if nearest_inside(path, called) else name
 
 
 class _Seeing(Recorder):
@@ -206,27 +203,28 @@ def computing_in(low: torch.dtype, user_module: UserModule, parts: Sequence[Part
         yield
 
 
+@dataclass(eq=False)
 class _Cast:
     """The cast of one module, while it runs."""
 
-    def __init__(self, low: torch.dtype, owners: Sequence[nn.Module]) -> None:
-        self._low, self._owners = low, owners
-        self._given: list[torch.dtype] = []
-        """The dtype that is given on, of each call that is open."""
+    low: torch.dtype
+    owners: Sequence[nn.Module]
+    _given: list[torch.dtype] = field(init=False, default_factory=list[torch.dtype])
+    """The dtype that is given on, of each call that is open."""
 
     def lowering(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of the module: it computes in the lower dtype."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            tensors = [tensor for owner in self._owners for tensor in owner.parameters(recurse=False)]
+            tensors = [tensor for owner in self.owners for tensor in owner.parameters(recurse=False)]
             wide = _widest((args, kwargs, tensors))
             self._given.append(wide)
             try:
                 with self._lowered_state():
-                    output = forward(*_lowered(args, self._low), **_lowered(kwargs, self._low))
+                    output = forward(*_lowered(args, self.low), **_lowered(kwargs, self.low))
             finally:
                 self._given.pop()
-            return _raised(output, self._low, wide)
+            return _raised(output, self.low, wide)
 
         return run
 
@@ -237,8 +235,8 @@ class _Cast:
             if not self._given:
                 return forward(*args, **kwargs)
             wide = self._given[-1]
-            output = forward(*_raised(args, self._low, wide), **_raised(kwargs, self._low, wide))
-            return _lowered(output, self._low)
+            output = forward(*_raised(args, self.low, wide), **_raised(kwargs, self.low, wide))
+            return _lowered(output, self.low)
 
         return run
 
@@ -246,14 +244,14 @@ class _Cast:
     def _lowered_state(self) -> Iterator[None]:
         """While open, the module's parameters and buffers are copies, through which gradients come back."""
         kept: list[tuple[dict[str, Any], str, Any]] = []
-        for owner in self._owners:
+        for owner in self.owners:
             for held in (owner._parameters, owner._buffers):
                 for name, tensor in held.items():
-                    if tensor is not None and _is_wider(tensor, self._low):
+                    if tensor is not None and _is_wider(tensor, self.low):
                         kept.append((held, name, tensor))
         try:
             for held, name, tensor in kept:
-                held[name] = tensor.to(self._low)
+                held[name] = tensor.to(self.low)
             yield
         finally:
             for held, name, tensor in kept:

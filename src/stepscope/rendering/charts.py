@@ -136,12 +136,13 @@ def draw_points(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
         (point.line for point in points), (point.style for point in points), "give a folder of fewer runs"
     )
     frame = panels[0].frame
-    marks = _marks(lines, styles, frame.line_title, frame.style_title, hollow=any(map(_is_hollow, points)))
+    hollow = any(point.apart or point.doubted for point in points)
+    marks = _marks(lines, styles, frame.line_title, frame.style_title, hollow=hollow)
     charts = []
     for i, panel in enumerate(panels):
         rows = [
             {"x": p.x, "y": p.y, "line": printable(p.line), "style": printable(p.style), "name": printable(p.name),
-             "hollow": _is_hollow(p)}
+             "hollow": p.apart or p.doubted}
             for p in panel.points
         ]  # fmt: skip
         tooltip = [
@@ -159,10 +160,6 @@ def draw_points(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
         chart = alt.layer(*layers, dots.encode(**marks, tooltip=tooltip, x=x, y=y))
         charts.append(chart.properties(width=WIDTH, height=LOWER_HEIGHT if i else HEIGHT))
     return alt.vconcat(*charts, spacing=26).properties(title=_titled(title, subtitle))
-
-
-def _is_hollow(point: Point) -> bool:
-    return point.apart or point.doubted
 
 
 def _axis(values: Sequence[float], ends: tuple[float, float] | None, log: bool | None) -> dict[str, Any]:

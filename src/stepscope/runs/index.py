@@ -30,7 +30,7 @@ from stepscope.core.evidence import CompileReport, Energy, Evidence, PhaseMemory
 from stepscope.core.formulas import Work
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD
 from stepscope.core.run import SCHEMA_VERSION, Repeat, Run, Settings, Status
-from stepscope.core.run_directory import INDEX_FILE, RUN_FILE, exists, is_search, load_run, write_atomically
+from stepscope.core.run_directory import INDEX_FILE, RUN_FILE, SEARCH_FOLDERS, exists, load_run, write_atomically
 from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Interval, Samples
 from stepscope.core.workloads import Workload
 
@@ -347,7 +347,7 @@ def _find(place: str) -> tuple[list[str], set[str]]:
                 if entry.is_symlink():
                     links.add(entry.path)
             try:
-                if entry.is_dir(follow_symlinks=False) and not is_search(entry.name):
+                if entry.is_dir(follow_symlinks=False) and not SEARCH_FOLDERS.fullmatch(entry.name):
                     waiting.append(entry.path)
             except OSError:
                 continue

@@ -18,7 +18,7 @@ from stepscope.core.device_spec import Ceilings, DeviceSpec, find_device_spec
 from stepscope.core.errors import InputError, name_shown
 from stepscope.core.formulas import CausalConvention, Work
 from stepscope.core.formulas.operator_formulas import ELEMENT_BYTES, Sight
-from stepscope.core.formulas.operator_rules import call_sight, call_work, is_product, operator_rule, recorded_call
+from stepscope.core.formulas.operator_rules import RULE_OF, call_sight, call_work, is_product, recorded_call
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import format_rate, format_share, ms_text
 from stepscope.traces.captures.attribution import Attribution
@@ -538,7 +538,7 @@ def _leaves_work_to_inner(calls: pl.DataFrame) -> pl.Series:
     rules = {
         name: _ANY_PRODUCT if rule.multiplies else rule.name
         for name in distinct
-        if (rule := operator_rule(name)) is not None
+        if (rule := RULE_OF.get(name)) is not None
     }
     ruled = (
         calls.select("operator", "process", "thread", "start_ns", pl.col("host_ns").alias("duration_ns"))
@@ -576,7 +576,7 @@ def _roof(row: dict[str, Any], peaks: Peaks, *, on_cpu: bool, causal: CausalConv
         arithmetic=arithmetic,
         work=work,
         sight=call_sight(call) if call is not None and work is not None else None,
-        is_open=counts and work is None and operator_rule(row["operator"]) is not None,
+        is_open=counts and work is None and row["operator"] in RULE_OF,
         compute_ns=compute_ns,
         memory_ns=memory_ns,
         on_cpu=on_cpu,

@@ -8,9 +8,9 @@ from stepscope.core.formulas import Convention, Work
 from stepscope.core.formulas.operator_formulas import Operand, promoted
 from stepscope.core.formulas.operator_rules import (
     OPERATOR_WORK_RULES,
+    RULE_OF,
     OperatorRule,
     is_product,
-    operator_rule,
 )
 from tests.operator_examples import operator_work, recorded
 
@@ -160,7 +160,7 @@ def work_of(
 @pytest.mark.parametrize("rule", OPERATOR_WORK_RULES, ids=lambda rule: rule.example.partition(" ")[0])
 def test_each_rule_counts_its_example_as_one_does_by_hand(rule: OperatorRule):
     example = recorded(rule.example)
-    assert operator_rule(example.operator) is rule, "an earlier rule hides this one"
+    assert RULE_OF[example.operator] is rule, "an earlier rule hides this one"
     work = operator_work(example.operator, example.shapes, example.dtypes, values=example.values, list_element_bytes=4)
     assert work is not None
     flops, read, written = BY_HAND[example.operator.removeprefix("aten::")]

@@ -284,7 +284,7 @@ class SymbolicPredictor:
         return _fails_in(self.workload, budget, self.estimate)
 
     def kept_free(self, budget: Budget) -> int:
-        return budget.usable_bytes - _safe_bytes(budget)
+        return budget.usable_bytes - int(budget.usable_bytes * (1 - SAFETY))
 
     def extra_flops(self, workload: TextbookWorkload) -> float:
         return (recomputed_flops(workload) - recomputed_flops(self.workload)) / step_flops(self.workload)
@@ -308,16 +308,12 @@ def will_surely_fit(workload: TextbookWorkload, budget: Budget) -> bool:
 
 
 def _fails_in(workload: TextbookWorkload, budget: Budget, predicted: MemoryEstimate | None) -> str | None:
-    safe = _safe_bytes(budget)
+    safe = int(budget.usable_bytes * (1 - SAFETY))
     if predicted is not None and predicted.reserved_peak is not None and predicted.reserved_peak <= safe:
         return None
     # The cache holds more than is alive, and gives it back when memory runs out: whether that is enough, the allocator
     # says when it is played through with this limit.
     return runs_within(workload, safe)
-
-
-def _safe_bytes(budget: Budget) -> int:
-    return int(budget.usable_bytes * (1 - SAFETY))
 
 
 def _fits_quickly(peak_bytes: int, budget: Budget) -> bool:

@@ -34,7 +34,10 @@ def verb_of(question: Question) -> Verb:
         if stored is not None:
             return _show(Result(answer=read_answer(stored, question.name)), shown, save)
         if shown.only is not None and question.titles is not None and "--from" not in GIVEN.get():
-            _check_only(shown.only, *question.titles())
+            titles, only = question.titles(), shown.only.casefold()
+            if not only or not any(only in title.casefold() for title in (*titles, "findings")):
+                named = ", ".join(map(repr, titles))
+                raise InputError(f"--only {shown.only!r} names no table: there are {named}, and findings")
         with stdout_kept_clean(), progress() as tell:
             if "tell" in parameters:
                 options["tell"] = tell
@@ -58,12 +61,6 @@ def _shared(
     *, from_: Path | None, shown: Presentation, save: Path | None, style: str, brief: bool = False, json: bool
 ) -> None:
     """Options that a question may share, as the parameters of a verb."""
-
-
-def _check_only(only: str, *titles: str) -> None:
-    """Raise InputError for what is in no title that the answer may have."""
-    if not only or not any(only.casefold() in title.casefold() for title in (*titles, "findings")):
-        raise InputError(f"--only {only!r} names no table: there are {', '.join(map(repr, titles))}, and findings")
 
 
 def _show(result: Result, shown: Presentation, save: Path | None) -> int:

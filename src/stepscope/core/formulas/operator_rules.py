@@ -310,19 +310,15 @@ OPERATOR_WORK_RULES: tuple[OperatorRule, ...] = (
 # FLOPs and bytes of an operator call, from what a trace recorded of it.
 
 
-_RULES: dict[str, OperatorRule] = {name: rule for rule in OPERATOR_WORK_RULES for name in rule.operators}
+RULE_OF: dict[str, OperatorRule] = {name: rule for rule in OPERATOR_WORK_RULES for name in rule.operators}
+"""The rule that counts an operator's work."""
 _NOT_FORESEEN = (Unknown, ArithmeticError, LookupError, TypeError, ValueError)
 """What a formula may raise: Unknown, by rule; the others where a damaged record is one that no formula foresees."""
 
 
-def operator_rule(operator: str) -> OperatorRule | None:
-    """The rule that counts this operator's work, or None."""
-    return _RULES.get(operator)
-
-
 def is_product(operator: str) -> bool:
     """Whether the operator's FLOPs are those of matrix products; fused attention and convolutions have them too."""
-    rule = _RULES.get(operator)
+    rule = RULE_OF.get(operator)
     return rule is not None and rule.multiplies
 
 
@@ -341,7 +337,7 @@ def recorded_call(
     product's tensors where there are no dtypes at all, as in a capture of emit_nvtx.
     """
     countable = dtypes or (list_element_bytes and is_product(operator))
-    if operator not in _RULES or not shapes or not countable:
+    if operator not in RULE_OF or not shapes or not countable:
         return None
     return read_call(operator, shapes, dtypes, values, list_element_bytes)
 
@@ -352,7 +348,7 @@ def call_work(call: OperatorCall, causal: CausalConvention = "half") -> Work | N
     What ran is counted, recomputation included: the result's convention says so. Fused attention counts as `causal`
     says; written out, it is two full formulas.
     """
-    rule = _RULES.get(call.operator)
+    rule = RULE_OF.get(call.operator)
     try:
         work = rule.work(call, causal) if rule is not None else None
     except _NOT_FORESEEN:
@@ -362,7 +358,7 @@ def call_work(call: OperatorCall, causal: CausalConvention = "half") -> Work | N
 
 def call_sight(call: OperatorCall) -> Sight | None:
     """Which keys the queries of fused attention see; None for other operators, and where the record leaves it open."""
-    rule = _RULES.get(call.operator)
+    rule = RULE_OF.get(call.operator)
     try:
         return rule.attention.sight(call) if rule is not None and rule.attention is not None else None
     except _NOT_FORESEEN:

@@ -34,11 +34,6 @@ Operand = tuple[int, int, tuple[type[Any], dict[str, Any]] | None]
 """An argument's index, its tensor's index and, for a descriptor, its class and the fields that never change."""
 
 
-def _is_descriptor(argument: Any) -> bool:
-    """Whether the argument is a tensor descriptor; Triton and Gluon each have their own class."""
-    return hasattr(argument, "block_shape")
-
-
 class _Direct:
     """One recorded launch by the compiled launcher that Triton's own launcher ends with."""
 
@@ -144,7 +139,7 @@ class Recording:
         compiled = kernel[grid](*arguments, **options)
         others = [each for each in arguments if type(each) not in _FIXED]
         known = all(
-            hasattr(each, "__dict__") and id(each.base if _is_descriptor(each) else each) in self._place_of
+            hasattr(each, "__dict__") and id(each.base if hasattr(each, "block_shape") else each) in self._place_of
             for each in others
         )
         if compiled is None or not known:
@@ -156,7 +151,7 @@ class Recording:
             if isinstance(argument, Tensor):
                 operands.append((at, self._place_of[id(argument)], None))
                 template[at] = None
-            elif _is_descriptor(argument):
+            elif hasattr(argument, "block_shape"):
                 same = {name: value for name, value in vars(argument).items() if name != "base"}
                 operands.append((at, self._place_of[id(argument.base)], (type(argument), same)))
                 template[at] = None

@@ -90,10 +90,6 @@ def scaled_by(x, out, gradient, count, divisor, numbers, WIDE: tl.constexpr, BLO
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
 
 
-def _factor(dtype: torch.dtype) -> float:
-    return _FP16_FACTOR if dtype == torch.float16 else 1.0
-
-
 def _forward(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, z_loss: float, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -113,14 +109,14 @@ def _forward(
     kernel = weight.to(x.dtype)
     chunk = loss_chunk_rows(rows, vocabulary, x.element_size())
     buffer = torch.empty(chunk, vocabulary, dtype=x.dtype, device=x.device)
-    block = min(power_of_two(vocabulary), _LARGEST_BLOCK)
+    block, factor = min(power_of_two(vocabulary), _LARGEST_BLOCK), _FP16_FACTOR if x.dtype == torch.float16 else 1.0
     # Products write where they are told to: autocast leaves such calls alone.
     for first in range(0, rows, chunk):
         part, logits = x[first : first + chunk], buffer[: min(chunk, rows - first)]
         torch.mm(part, kernel.t(), out=logits)
         launch_at(
             x, cross_entropy_rows, (logits.shape[0],),
-            logits, targets[first:], losses[first:], logits.stride(0), vocabulary, ignore_index, _factor(x.dtype),
+            logits, targets[first:], losses[first:], logits.stride(0), vocabulary, ignore_index, factor,
             z_loss, GRADIENT=of_x or of_weight, WIDE=wide(x.dtype), BLOCK=block, num_warps=warps_for(block),
             **_ASSERTING,
         )  # fmt: skip
@@ -210,7 +206,7 @@ class _Loss(torch.autograd.Function):
         count, dx, dweight = ctx.saved_tensors
         run = torch.ops.stepscope.linear_cross_entropy_backward if operators.watched(gradients[0], dx) else _backward
         of_x, of_weight = ctx.needs
-        divisor = _factor(dx.dtype)
+        divisor = _FP16_FACTOR if dx.dtype == torch.float16 else 1.0
         return (
             run(gradients[0], count, dx, divisor, dx.dtype) if of_x else None,
             run(gradients[0], count, dweight, divisor, ctx.dtype) if of_weight else None,

@@ -113,13 +113,6 @@ def _fake_backward(dout: Tensor, gate: Tensor, up: Tensor, halves: bool) -> tupl
     return _fake_forward(gate, up), _fake_forward(gate, up)
 
 
-def _halves(gate: Tensor, up: Tensor) -> bool:
-    """Whether gate and up lie as halves of one tensor's rows do, which one product made. Their gradients then are such
-    halves, too, and the product's backward takes them as they lie."""
-    lying = (2 * gate.shape[-1], 1)
-    return gate.dim() > 1 and not gate.is_contiguous() and gate.stride() == up.stride() and gate.stride()[-2:] == lying
-
-
 define("silu_product_forward(Tensor gate, Tensor up) -> Tensor", _forward, _fake_forward)
 define(
     "silu_product_backward(Tensor dout, Tensor gate, Tensor up, bool halves) -> (Tensor, Tensor)",
@@ -145,7 +138,11 @@ class _Product(torch.autograd.Function):
             run = torch.ops.stepscope.silu_product_forward if watched(gate, up) else _forward
             return (run(gate, up),), (gate, up)
 
-        gradients = functools.partial(_gradients, _halves(gate, up))
+        # Where gate and up lie as halves of one tensor's rows do, which one product made, their gradients are such
+        # halves, too, and the product's backward takes them as they lie.
+        together = gate.dim() > 1 and not gate.is_contiguous() and gate.stride() == up.stride()
+        halves = together and gate.stride()[-2:] == (2 * gate.shape[-1], 1)
+        gradients = functools.partial(_gradients, halves)
         (out,) = native.forward(ctx, _PRODUCT, (gate, up), (), run, gradients)
         return out
 

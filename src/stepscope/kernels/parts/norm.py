@@ -122,7 +122,7 @@ def _fake_forward(
     x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     total_dtype = x.dtype if branch is None else torch.promote_types(x.dtype, branch.dtype)
-    roots = torch.empty(x.shape[:-1], dtype=_wide_dtype(x), device=x.device)
+    roots = torch.empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     total = torch.empty(x.shape if branch is not None else (0,), dtype=total_dtype, device=x.device)
     return torch.empty(x.shape, dtype=dtype, device=x.device), total, roots
 
@@ -143,7 +143,7 @@ def _backward(
     totals = gradients if dtotal is None else _rows(dtotal)
     count, width = values.shape
     programs = norm_programs(count, x.device.type)
-    shares = torch.empty(programs, width, dtype=_wide_dtype(x), device=x.device)
+    shares = torch.empty(programs, width, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     block = power_of_two(width)
     launch_at(
         x, rms_norm_backward, (programs,),
@@ -168,10 +168,6 @@ def _gradients_of(
     apart = branch_dtype is not None and branch_dtype != dtype
     dbranch = torch.empty(x.shape if apart else (0,), dtype=branch_dtype or dtype, device=x.device)
     return torch.empty(x.shape, dtype=dtype, device=x.device), dbranch, torch.empty_like(weight)
-
-
-def _wide_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 define(

@@ -141,11 +141,7 @@ def _leave_out(model: Transformer, blocks: Sequence[int], here: range, stages: i
 
 def _schedule(name: str, stages: Sequence[PipelineStage], count: int) -> Any:
     """PyTorch's schedule for so many micro-batches, each of whose losses is a part of their mean."""
-
-    def share(loss: Tensor, _: Tensor) -> Tensor:
-        return loss.sum() / count
-
-    options: dict[str, Any] = {"loss_fn": share, "scale_grads": False}
+    options: dict[str, Any] = {"loss_fn": lambda loss, _: loss.sum() / count, "scale_grads": False}
     if name == "interleaved":
         return ScheduleInterleaved1F1B(list(stages), count, **options)
     return (ScheduleGPipe if name == "gpipe" else Schedule1F1B)(stages[0], count, **options)
