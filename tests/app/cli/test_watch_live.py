@@ -117,6 +117,17 @@ def test_where_the_script_draws_a_line_comes_each_half_minute(monkeypatch: pytes
     assert terminal.getvalue() == "\r\x1b[2Kstepscope: step 7, 500 ms a step\n"
 
 
+def test_a_line_stands_alone_above_the_scripts_bar(monkeypatch: pytest.MonkeyPatch):
+    both = io.StringIO()
+    monkeypatch.setattr("sys.stderr", both)
+    with tqdm(total=3, file=both, ascii=True, ncols=40) as bar:
+        bar.update(1)
+        watch._LiveLine(both).say("measured")
+    before, _, after = both.getvalue().partition("stepscope: measured\n")
+    assert before.endswith("\r") and not before.rpartition("\r")[0].rpartition("\r")[2].strip(), "the bar is wiped"
+    assert "/3 [" in after, "and drawn again below"
+
+
 def test_a_run_without_live_figures_is_shown_as_it_is():
     done = stepscope("show", next(Path("results/cpu/first").glob("*tiny-b4-s128-fp32*")), "--live")
     assert "no live figures are kept of this run" in done.stderr and "tiny" in done.stdout

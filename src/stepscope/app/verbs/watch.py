@@ -268,8 +268,11 @@ class _LiveLine:
             self.say(live_line(live))
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
-        with self._lock:
+        """Print a line that stays, above the script's own bars."""
+        tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+        drawn = bool(getattr(tqdm, "_instances", ()))
+        aside = tqdm.external_write_mode(file=sys.stderr) if tqdm is not None and drawn else contextlib.nullcontext()
+        with aside, self._lock:
             if self._is_terminal and self._line_begins:
                 self._erase()
             warn(line, self._stream)
