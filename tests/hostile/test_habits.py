@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.slow
 HABITS = {
     "waiting-for-data", "rest-is-large", "host-waits", "gradients-zeroed", "no-gradient", "graph-kept-alive",
     "eval-while-training", "fp32-beside-half", "batch-not-pinned", "micro-batches-synchronised", "optimizer-loops",
-    "shapes-change", "compile-fallback", "parameters-unchanged",
+    "shapes-change", "compile-fallback", "parameters-unchanged", "checkpointing-not-needed",
 }  # fmt: skip
 
 
@@ -163,8 +164,18 @@ def test_28_waiting_for_data(tmp_path: Path):
 
 
 def test_29_the_rest_takes_a_share(tmp_path: Path):
-    run = Loop(batch_size=8, after_step=lambda: time.sleep(0.3)).run(tmp_path)
-    assert "is neither data, forward, backward nor optimizer" in habits(run)["rest-is-large"].sentence
+    def log() -> None:
+        time.sleep(0.3)
+
+    run = Loop(batch_size=8, after_step=log).run(tmp_path)
+    sentence = habits(run)["rest-is-large"].sentence
+    assert "is neither data, forward, backward nor optimizer" in sentence
+    assert run.evidence.habits is not None
+    line = run.evidence.habits.rest_lines[0]
+    assert line.where.startswith("hostile/test_habits.py:") and line.share > 0.9
+    code = Path(__file__).read_text().splitlines()[int(line.where.rpartition(":")[2]) - 1]
+    assert code.strip() == "self.after_step()", "the loop's own line"
+    assert f"{line.where} (log)" in sentence
     few = {name: msgspec.structs.replace(found, values_s=found.values_s[:2]) for name, found in run.samples.items()}
     assert "rest-is-large" not in {finding.kind for finding in check_run(msgspec.structs.replace(run, samples=few))}
 
@@ -357,6 +368,31 @@ def test_43_updates_that_a_scaler_leaves_out_are_no_mistake(tmp_path: Path):
             scaler.update()
             optimizer.zero_grad()
     assert watched.run is not None and not {"parameters-unchanged", "no-gradient"} & habits(watched.run).keys()
+
+
+class Checkpointed(Net):
+    """A model that runs its blocks again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inside(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(lambda x, block=block: x + block(x).relu(), x, use_reentrant=False)
+        return self.head(x).square().mean()
+
+
+def test_44_checkpointing_beside_free_memory(tmp_path: Path):
+    run = Loop(model=Checkpointed(), micro_batches=2).run(tmp_path)
+    blocks, others = 4 * 256 * 256, 64 * 256 + 256 * 8
+    share = only(run, "checkpointing-not-needed").evidence["share"]
+    assert share == pytest.approx(blocks / (blocks + others)), "by the products of the four blocks"
+    known = run.evidence.habits
+    assert known is not None and known.again_flops == 2 * 2 * 64 * blocks
+    # Of each block the product, relu and their sum are made again, at most; the sum is left out, since nobody needs it.
+    assert 2 * 4 * 2 * 64 * 256 * 4 <= known.again_bytes <= 2 * 4 * 3 * 64 * 256 * 4
+    full = msgspec.structs.replace(known, free_bytes=known.again_bytes)
+    evidence = msgspec.structs.replace(run.evidence, habits=full)
+    assert "checkpointing-not-needed" not in habits(msgspec.structs.replace(run, findings=check_run(
+        msgspec.structs.replace(run, evidence=evidence))))  # fmt: skip
 
 
 def test_33_losses_kept_with_their_graphs(tmp_path: Path):

@@ -366,6 +366,15 @@ class Unchanged(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...] = ()
 
 
+class RestLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the loop in which a share of the rest of its steps passes."""
+
+    where: str
+    call: str
+    """The function that it calls there; empty where that is none of Python's."""
+    share: float
+
+
 class Habits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What each of a few steps did that costs time or memory, or leaves something untrained. None: not observed."""
 
@@ -410,6 +419,19 @@ class Habits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Shapes of the first input whose shape changed from call to call of the model, in their order, each once."""
     forwards: int = 0
     """Calls of the model whose inputs were looked at."""
+    products_s: float | None = None
+    """Seconds that a step's products and attentions take in forward and backward. None on a GPU, where the host only
+    launches them."""
+    operators_s: float | None = None
+    """Seconds that all operators take there."""
+    again_flops: int = 0
+    """FLOPs of a step's products that checkpointing runs again in backward."""
+    again_bytes: int = 0
+    """Bytes of all tensors that it makes again: a step without it keeps at most so many more."""
+    free_bytes: int | None = None
+    """Bytes of memory that were free beside what the process had taken, where something runs again."""
+    rest_lines: tuple[RestLine, ...] = ()
+    """The lines of a watched loop in which most of the rest of its steps passes, the longest first."""
 
 
 class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):

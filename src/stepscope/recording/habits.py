@@ -4,6 +4,8 @@ import contextlib
 import functools
 import gc
 import sys
+import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -22,9 +24,10 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepscope.core.errors import install_places, portable_path
-from stepscope.core.evidence import CodeLine, Habits, Unchanged
+from stepscope.core.evidence import CodeLine, Habits, RestLine, Unchanged
 from stepscope.core.formulas.operator_formulas import Unknown
 from stepscope.core.range_names import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER
+from stepscope.recording.device import host_memory
 from stepscope.recording.flops import product_flops
 from stepscope.recording.held_tensors import local_part
 from stepscope.recording.step import Recorder
@@ -344,8 +347,82 @@ class HostReads(TorchFunctionMode):
             self.lines[line.where, inside or call] += 1
 
 
-# Looks at the operators of a step: products in 32 bits beside others in 16, and copies from memory that is not
-# pinned.
+# Finds the lines in which the rest of a watched loop's steps passes.
+
+
+_LOOKS_EVERY_S = 0.001
+_FEWEST_LOOKS = 12
+"""With fewer looks nothing is said of where the rest passes."""
+_OF_MODES, _OF_PHASES = ("__torch_dispatch__", "__torch_function__"), "watch/phases.py"
+"""What of this tool calls the loop's own code and operators."""
+
+
+class RestLines(Recorder):
+    """Looks from a thread of its own, many times in a step, at which line the loop is while no other part is open.
+
+    A line is one of the loop itself, where that is the user's; below a library's loop the user's line that it calls, as
+    a callback's, or the library's own."""
+
+    def __init__(self) -> None:
+        self._lines: Counter[tuple[str, str]] = Counter()
+        self._loop: set[Any] = set()
+        """The code of the functions that were running when a step ended, the loop among them."""
+        self._thread, self._in_rest, self._over = 0, False, threading.Event()
+
+    def step_begins(self) -> None:
+        if not self._thread:
+            self._loop = {frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())}
+            self._thread = threading.get_ident()
+            with contextlib.suppress(RuntimeError):  # no more threads are allowed
+                threading.Thread(target=self._look, name="stepscope-rest", daemon=True).start()
+        self._in_rest = True
+
+    def phase_begins(self, name: str) -> None:
+        self._in_rest = False
+
+    def phase_ends(self, name: str) -> None:
+        self._in_rest = True
+
+    def step_ends(self) -> None:
+        self._in_rest = False
+
+    evaluation_begins, evaluation_ends = step_ends, step_begins
+
+    def lines(self) -> tuple[RestLine, ...]:
+        """End looking. Returns the lines with most of the rest; none of a rest that was hardly seen."""
+        self._over.set()
+        looks = self._lines.total()
+        most = self._lines.most_common(NAMED) if looks >= _FEWEST_LOOKS else []
+        return tuple(RestLine(where=where, call=call, share=count / looks) for (where, call), count in most)
+
+    def _look(self) -> None:
+        while not self._over.wait(_LOOKS_EVERY_S):
+            frame = sys._current_frames().get(self._thread) if self._in_rest else None
+            if frame is not None:
+                with contextlib.suppress(Exception):  # The loop goes on meanwhile.
+                    if (line := self._line(frame)) is not None:
+                        self._lines[line] += 1
+
+    def _line(self, innermost: Any) -> tuple[str, str] | None:
+        """The line, and the function that it calls; None while the loop waits for a recorder."""
+        inside = ""
+        found, users = ("", ""), False
+        for frame, line in traceback.walk_stack(innermost):
+            file, name = frame.f_code.co_filename, frame.f_code.co_name
+            owner, in_loop = _owner(file), frame.f_code in self._loop
+            if owner == "stepscope" and not (name in _OF_MODES or file.endswith(_OF_PHASES)):
+                return None  # it is the looking itself that takes this time
+            if owner == "user" or (in_loop and owner == "package" and not users):
+                found, users = (f"{_portable_path(file)}:{line}", inside), owner == "user"
+            if in_loop and owner in ("user", "package"):
+                break
+            if owner in ("user", "package") or (owner == "torch" and not any(part in name for part in _WRAPPERS)):
+                inside = name
+        return found
+
+
+# Looks at the operators of a step: products in 32 bits beside others in 16, copies from memory that is not pinned, and
+# what checkpointing runs again.
 
 
 _MANY_AT_ONCE = ("_foreach_", "_fused_", "_amp_foreach_")
@@ -376,36 +453,50 @@ class OperatorHabits(TorchDispatchMode):
         design."""
         self.fp32_modules: Counter[str] = Counter()
         self.unpinned: Counter[tuple[str, str]] = Counter()
+        self.products_s = self.operators_s = 0.0
+        """Seconds in which the host called products, and all operators, of forward and backward; on a CPU, in which
+        they ran."""
+        self.again_flops = self.again_bytes = 0
         self._reads, self._modules = reads, modules
         self._on_gpu = device.type == "cuda"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began_s = time.perf_counter()
         out = func(*args, **(kwargs or {}))
         if self.looking:
+            took_s = time.perf_counter() - began_s
             try:
-                self._look(func, args, kwargs or {}, out)
+                self._look(func, args, kwargs or {}, out, took_s)
             except Exception:  # This runs inside the loop, which an error of ours must not end.
                 self.looking = False
         return out
 
-    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, took_s: float) -> None:
         packet = getattr(func, "_overloadpacket", func)  # an operator of higher order, as flex attention, has none
         if self.phase == OPTIMIZER:
             self.in_optimizer += 1
             self.many_at_once = self.many_at_once or packet.__name__.startswith(_MANY_AT_ONCE)
-        if self.phase == FORWARD:
-            self._look_at_product(func, args, kwargs, out)
+        elif self.phase in (FORWARD, BACKWARD):
+            self._look_at_product(func, args, kwargs, out, took_s)
         if not self._on_gpu:
             self._reads.follow(tree_leaves((args, kwargs)), tree_leaves(out), always=self.phase == BACKWARD)
         elif packet in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
             self._look_at_copy(args, out)
 
-    def _look_at_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _look_at_product(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, took_s: float
+    ) -> None:
         try:
             flops = product_flops(func, args, kwargs, out)
         except Unknown:
-            return
-        if not flops:
+            flops = None
+        self.operators_s += took_s
+        self.products_s += took_s if flops else 0.0
+        # Backward itself runs with gradients off, unless it makes a graph of its own.
+        if self.phase == BACKWARD and torch.is_grad_enabled() and _checkpointing():
+            self.again_flops += flops or 0
+            self.again_bytes += _new_bytes((args, kwargs), out)
+        if not flops or self.phase != FORWARD:
             return
         dtypes = {each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()}
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
@@ -429,6 +520,21 @@ class OperatorHabits(TorchDispatchMode):
         line = users_line()
         if line is not None:
             self.unpinned[line.where, line.function] += 1
+
+
+_CHECKPOINT = str(Path(_TORCH, "utils", "checkpoint.py"))
+
+
+def _checkpointing() -> bool:
+    """Whether torch.utils.checkpoint is calling."""
+    return any(frame.f_code.co_filename == _CHECKPOINT for frame, _ in traceback.walk_stack(sys._getframe()))
+
+
+def _new_bytes(inputs: Any, out: Any) -> int:
+    """Bytes of an operator's outputs that share no memory with its inputs."""
+    shared = {each.untyped_storage()._cdata for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)}
+    made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+    return sum(each.nbytes for each in made if each.untyped_storage()._cdata not in shared)
 
 
 STEPS = 3
@@ -582,7 +688,7 @@ class HabitsRecorder(Recorder):
         without = [] if sharded else self._trains.without_gradient()
         in_eval = [name for name in self._in_eval if self._trains.is_called(name)]
         unchanged = None if sharded else self._trains.unchanged(NAMED)
-        unseen = self._compiled or not self._saw_modes
+        unseen, on_gpu = self._compiled or not self._saw_modes, self._device.type == "cuda"
         half, fp32, share = self._products()
         # The shapes of the first input that has several.
         shapes: tuple[str, ...] = ()
@@ -608,7 +714,7 @@ class HabitsRecorder(Recorder):
             half_products=half,
             fp32_products=fp32,
             fp32_share=share,
-            unpinned=_in_each(self._copies_of_steps) if self._device.type == "cuda" and self._saw_modes else None,
+            unpinned=_in_each(self._copies_of_steps) if on_gpu and self._saw_modes else None,
             micro_batches=len(self._micro_batches[-1]) if self._parallel is not None else None,
             synchronised=sum(earlier) // self._steps,
             optimizer_tensors=sum(p.requires_grad for group in groups for p in group["params"]),
@@ -616,7 +722,15 @@ class HabitsRecorder(Recorder):
             optimizer_loops=any(group.get("foreach") is False and not group.get("fused") for group in groups),
             input_shapes=shapes,
             forwards=len(self._shapes),
+            products_s=None if unseen or on_gpu else self._operators.products_s / self._steps,
+            operators_s=None if unseen or on_gpu else self._operators.operators_s / self._steps,
+            again_flops=self._operators.again_flops // self._steps,
+            again_bytes=self._operators.again_bytes // self._steps,
+            free_bytes=self._free_bytes() if self._operators.again_flops else None,
         )
+
+    def _free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else host_memory()[1]
 
     def _enter(self, name: str) -> None:
         self._operators.phase = name

@@ -23,7 +23,7 @@ from stepscope.recording import ranges
 from stepscope.recording.backward_ranges import BackwardMarks
 from stepscope.recording.capture import capture_range, export_kineto, kineto_session
 from stepscope.recording.flops import FlopCounts
-from stepscope.recording.habits import STEPS, HabitsRecorder
+from stepscope.recording.habits import STEPS, HabitsRecorder, RestLines
 from stepscope.recording.memory_history import MemoryRecorder
 from stepscope.recording.observe import PhasePeaks, parameter_bytes
 from stepscope.recording.step import Phase, Recorder, Step
@@ -191,6 +191,7 @@ class LookedAtSteps:
         self._keep, self._keep_work, self._changes = keep, keep_work, changes
         self._habits: HabitsRecorder | None = None
         self._work = _CountedWork()
+        self._rest = RestLines()
         self._done = 0
         self.recorders: tuple[Recorder, ...] = ()
 
@@ -211,7 +212,7 @@ class LookedAtSteps:
             compiled=self._compiled,
             changes=self._changes(),
         )
-        self.recorders = (self._habits, self._work)
+        self.recorders = (self._habits, self._work, self._rest)
 
     def is_over(self, step: int) -> bool:
         self._done += 1
@@ -226,12 +227,13 @@ class LookedAtSteps:
         if recorder is not None:
             recorder.close()  # a loop may end within a step: what was opened last is then open, and closed first
         self._work.open.close()
+        rest_lines = self._rest.lines()
         if recorder is None:
             return
         if (work := self._work.work()) is not None:
             self._keep_work(*work)
         if (habits := recorder.habits()) is not None:
-            self._keep(habits)
+            self._keep(msgspec.structs.replace(habits, rest_lines=rest_lines))
         if recorder.failure is not None:
             raise recorder.failure
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stepscope.allocations.left_behind import growth_finding
 from stepscope.core.answer import Finding, note, warning
 from stepscope.core.evidence import CodeLine
-from stepscope.core.range_names import DATA, REST, STEP, TIMED
+from stepscope.core.range_names import DATA, FORWARD, REST, STEP, TIMED
 from stepscope.core.run import Run
 from stepscope.core.samples import MINIMUM_FOR_INTERVAL, Samples
 from stepscope.core.units import counted, format_bytes, format_seconds, format_share
@@ -21,6 +21,7 @@ DATA_SHARE = 0.1
 REST_SHARE = 0.2
 FP32_SHARE = 0.01
 """A position's angles or a router's few columns are meant to be fp32, and take less."""
+AGAIN_SHARE = 0.1
 MANY_TENSORS = 10
 _REMEDIES = {
     ("transformers", "waiting-for-data"): "TrainingArguments(dataloader_num_workers=2) or more, or a cheaper collator",
@@ -30,6 +31,7 @@ _REMEDIES = {
     "yours: read it every logging_steps steps",
     ("transformers", "batch-not-pinned"): "leave TrainingArguments(dataloader_pin_memory=True), the default",
     ("transformers", "optimizer-loops"): 'TrainingArguments(optim="adamw_torch_fused")',
+    ("transformers", "checkpointing-not-needed"): "TrainingArguments(gradient_checkpointing=False)",
     ("transformers", "fp32-beside-half"): "leave casting to TrainingArguments(bf16=True), unless fp32 is meant there",
     ("lightning", "rest-is-large"): "it is what Trainer and its callbacks do in each step: a larger "
     "log_every_n_steps, fewer callbacks, self.log(on_step=False)",
@@ -126,7 +128,11 @@ def time_beside_training(run: Run) -> Iterator[Finding]:
     loop, rest = run.evidence.loop, _portion(run, REST, REST_SHARE)
     if rest is None or loop is None or not loop.modules:
         return
+    lines = run.evidence.habits.rest_lines if run.evidence.habits is not None else ()
+    named = ", ".join(f"{format_share(line.share)} at {line.where}{line.call and f' ({line.call})'}" for line in lines)
     plain = "log and schedule less often; a loss outside of the model, clipping and zero_grad are in it, too"
+    if lines:
+        plain = "make what these lines do cheaper, do it in a worker, or less often"
     remedy = _remedy(run, "rest-is-large", plain)
     if rest.only_in:
         remedy = "look what those steps do beside training: they may save, log or schedule"
@@ -134,7 +140,8 @@ def time_beside_training(run: Run) -> Iterator[Finding]:
             remedy = f"save less often, or what is needed: {loop.saved}"
     yield warning(
         "rest-is-large",
-        f"{format_share(rest.share)} of the time is neither data, forward, backward nor optimizer ({rest}).",
+        f"{format_share(rest.share)} of the time is neither data, forward, backward nor optimizer ({rest})."
+        + (f" Of that passes {named}." if named else ""),
         {"share": rest.share, "from_share": REST_SHARE},
         remedy,
     )
@@ -142,10 +149,21 @@ def time_beside_training(run: Run) -> Iterator[Finding]:
 
 def more_than_needed(run: Run) -> Iterator[Finding]:
     """[30] Lines at which the host waits for the device in every step; [35] products in fp32 where others are in 16
-    bits; [37] accumulation that synchronises gradients over the ranks in each micro-batch."""
+    bits; [37] accumulation that synchronises gradients over the ranks in each micro-batch; [44] checkpointing beside
+    free memory."""
     habits = run.evidence.habits
     if habits is None:
         return
+    again, free = run_again(run), habits.free_bytes
+    if run.evidence.loop is not None and again >= AGAIN_SHARE and free is not None and 2 * habits.again_bytes < free:
+        yield note(
+            "checkpointing-not-needed",
+            f"Backward runs {format_share(again)} of forward's products again, by checkpointing, while "
+            f"{format_bytes(free)} of memory are free: without it a step keeps at most "
+            f"{format_bytes(habits.again_bytes)} more.",
+            {"share": again, "again_bytes": habits.again_bytes, "free_bytes": free},
+            _remedy(run, "checkpointing-not-needed", "leave checkpointing off"),
+        )
     if reads := habits.host_reads:
         evidence = {"lines": len(reads), "first": reads[0].where}
         remedy = _remedy(run, "host-waits", "read it every so many steps, or keep loss.detach() and read that later")
@@ -225,6 +243,12 @@ def small_habits(run: Run) -> Iterator[Finding]:
             {"shapes": shapes, "calls": habits.forwards},
             "pad to a few lengths: compiled code, tuned kernels and the allocator's blocks are then used again",
         )
+
+
+def run_again(run: Run) -> float:
+    """The share of forward's products that backward runs again; 0 where neither was counted."""
+    habits, work = run.evidence.habits, run.work.get(FORWARD)
+    return habits.again_flops / work.flops if habits is not None and work is not None and work.flops else 0.0
 
 
 def _remedy(run: Run, kind: str, plain: str) -> str:
