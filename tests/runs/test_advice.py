@@ -1,6 +1,7 @@
 """Advice on a watched script: lines of it, a diff that patch takes, and a gain within what was foretold."""
 
 import ast
+import hashlib
 import json
 import subprocess
 from pathlib import Path
@@ -11,11 +12,17 @@ from msgspec.structs import replace
 
 from stepscope.app.verbs.stored_runs import show
 from stepscope.core.errors import InputError
+from stepscope.core.evidence import Evidence, Habits, RestLine, SourceFile, WatchedLoop
+from stepscope.core.formulas import Work
 from stepscope.core.run import Run
+from stepscope.core.samples import Samples
+from stepscope.core.workloads import UserModel, WatchedWorkload
 from stepscope.runs import advice as made
-from stepscope.runs.advice import Edit, Source, Unsure
+from stepscope.runs.checks import check_run
 from stepscope.runs.live import first_lines
+from stepscope.runs.script import Edit, Source, Unsure
 from tests.command import stepscope
+from tests.conftest import make_run
 
 SLOW = """import time
 
@@ -213,8 +220,91 @@ def test_statements_move_below_autocast(tmp_path: Path):
         below('while 1:\n  y = """a\n  b"""\n  z = 1\n')
 
 
+def scripted(folder: Path, text: str, habits: Habits, library: str = "", **shares: float) -> dict[str, made.Advice]:
+    """The advice on a script whose step of 0.1 s has these parts, by the kinds."""
+    (folder / "train.py").write_text(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    loop = WatchedLoop(why="", modules=("GPT",), optimizers=("AdamW",), library=library,
+                       sources=(SourceFile(path="train.py", digest=digest),))  # fmt: skip
+    shares["step"] = 1.0
+    run = make_run(
+        workload=WatchedWorkload(model=UserModel(name="GPT"), dtype="fp32", compile="eager", program="train.py"),
+        evidence=Evidence(loop=loop, habits=habits),
+        samples={name: Samples(values_s=(0.1 * share,) * 20, clock="") for name, share in shares.items()},
+        work={"forward": Work(flops=100)},
+    )
+    run = replace(run, findings=check_run(run))
+    return {one.kind: one for one in made.advice_on(run, folder)[0]}
+
+
+NANO = """import torch
+from model import GPT
+
+model = GPT()
+model.to("cpu")
+optimizer = model.configure_optimizers(0.1)
+X, Y = get_batch("train")
+for step in range(9):
+    logits, loss = model(X, Y)
+    X, Y = get_batch("train")
+    losses, flags = read()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+"""
+
+
+def test_a_loop_that_makes_its_model_optimizer_and_batches_by_functions_of_its_own(tmp_path: Path):
+    place = f"{tmp_path.name}/train.py"
+    lines = (RestLine(where=f"{place}:10", call="get_batch", share=0.5),
+             RestLine(where=f"{place}:11", call="read", share=0.5))  # fmt: skip
+    habits = Habits(steps=3, products_s=0.03, operators_s=0.06, rest_lines=lines, zeroed_gradients=10,
+                    zeroed_bytes=5_000_000)  # fmt: skip
+    found = scripted(tmp_path, NANO, habits, forward=0.2, backward=0.4, optimizer=0.0, rest=0.4)
+    compiled = found["not-compiled"]
+    assert (compiled.put, compiled.no_patch, compiled.least) == ("model.compile()", "", 0.0)
+    assert compiled.most == pytest.approx(0.6 - 0.3), "what the products take stays"
+    assert "\n model = GPT()\n+model.compile()\n model.to" in made.patch([compiled])[0]
+    batches = found["batches-made-in-the-loop"]
+    assert batches.where.endswith("train.py:10") and "yields get_batch('train')" in batches.put
+    assert batches.most == pytest.approx(0.2), "half of the rest, hidden behind the other 80 ms"
+    zeroed = found["gradients-zeroed"]
+    assert zeroed.most == pytest.approx((4 * 5e6 / 2e9 + 2 * 10 * 20e-6) / 0.1), "of the bytes, no share of backward"
+
+
+@pytest.mark.parametrize(
+    ("text", "library", "put", "line"),
+    [
+        (
+            "TrainingArguments('out', gradient_checkpointing=True)\n",
+            "transformers",
+            "TrainingArguments(gradient_checkpointing=False)",
+            "+TrainingArguments('out', gradient_checkpointing=False)",
+        ),
+        (
+            "TrainingArguments('out', activation_checkpointing=True)\n",
+            "transformers",
+            "TrainingArguments(gradient_checkpointing=False)",
+            "+TrainingArguments('out', activation_checkpointing=False)",
+        ),
+        (
+            "net.gradient_checkpointing_enable()\n",
+            "accelerate",
+            "net.gradient_checkpointing_disable()",
+            "+net.gradient_checkpointing_disable()",
+        ),
+        ("x = 1\ny = checkpoint(f, x)\n", "", "call the blocks without checkpointing", ""),
+    ],
+)
+def test_checkpointing_that_memory_does_not_need_is_turned_off_where_it_was_turned_on(
+    tmp_path: Path, text: str, library: str, put: str, line: str
+):
+    habits = Habits(steps=3, again_flops=80, again_bytes=1 << 20, free_bytes=1 << 30)
+    found = scripted(tmp_path, text, habits, library, forward=0.3, backward=0.6)["checkpointing-not-needed"]
+    assert (found.put, found.least, found.most) == (put, pytest.approx(0.12), pytest.approx(0.288))
+    assert line in made.patch([found])[0].splitlines() if line else found.where.endswith("train.py:2")
+
+
 def test_a_run_of_no_script_has_no_advice():
     with pytest.raises(InputError, match="no run of a script"):
-        from tests.conftest import make_run
-
         made.advice_on(make_run(), None)

@@ -1,16 +1,15 @@
 """Advice on a watched script: what to write in which of its lines, what that should give, and the same as a diff.
 
-What a remedy gives is foretold as an interval, from what the run measured. Lines are found in the script's own text, by
-Python's `ast`; where one cannot be found for sure, the advice stands without a diff and says why.
+What a remedy gives is foretold as an interval, from what the run measured. Where a line cannot be found for sure in the
+script's own text, the advice stands without a diff and says why.
 """
 
 import ast
 import difflib
-import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,320 +20,10 @@ from stepscope.core.answer import Answer, Line, table_of
 from stepscope.core.errors import InputError, portable_path
 from stepscope.core.range_names import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run
-from stepscope.core.units import format_share
+from stepscope.core.units import format_bytes, format_share
 from stepscope.runs import metrics
-
-# The script's files, and edits of them that are checked: the edited text has to mean what was meant, and nothing else.
-
-
-class Unsure(Exception):
-    """Raised where an edit is not sure to be right; its message says why."""
-
-    def __init__(self, why: str, where: str = "") -> None:
-        super().__init__(why)
-        self.where = where
-        """The line, where that is known."""
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One change of a file, at a call or a statement that begins at this line and column."""
-
-    path: Path
-    node: ast.expr | ast.stmt
-    """A call, for a keyword or another method; a statement, to put a line before it or several below a `with`."""
-    text: str
-    """The keyword's value; the method's name; the line."""
-    keyword: str = ""
-    last: ast.stmt | None = None
-    """The last of the statements that the line is a `with` of."""
-
-
-class Source:
-    """A file of the script, parsed, to which edits are applied."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._bytes = path, path.read_bytes()
-        self.text = self._bytes.decode()
-        self.tree = ast.parse(self._bytes)
-        lines = self._bytes.splitlines(keepends=True)
-        self._starts = [0]
-        for line in lines:
-            self._starts.append(self._starts[-1] + len(line))
-        self._newline = "\r\n" if b"\r\n" in self._bytes else "\n"
-        self._changes: list[tuple[int, int, str]] = []
-
-    @property
-    def name(self) -> str:
-        """The file as its user calls it: from the current folder, where it is below that."""
-        return str(self.path.relative_to(Path.cwd())) if self.path.is_relative_to(Path.cwd()) else str(self.path)
-
-    def _offset(self, line: int | None, column: int | None) -> int:
-        return self._starts[(line or 1) - 1] + (column or 0)
-
-    def _start(self, node: Any) -> int:
-        return self._offset(node.lineno, node.col_offset)
-
-    def _end(self, node: Any) -> int:
-        return self._offset(node.end_lineno, node.end_col_offset)
-
-    def apply(self, edit: Edit) -> None:
-        """Note a change of the text, and make the same one in the tree. Raises Unsure."""
-        node = next(
-            (
-                each
-                for each in ast.walk(self.tree)
-                if type(each) is type(edit.node)
-                and (self._start(each), self._end(each)) == (self._start(edit.node), self._end(edit.node))
-            ),
-            None,
-        )
-        if isinstance(node, ast.Call) and edit.keyword:
-            self._set_keyword(node, edit.keyword, edit.text)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            self._changes.append((self._end(node.func.value), self._end(node.func), f".{edit.text}"))
-            node.func.attr = edit.text
-        elif isinstance(node, ast.stmt):
-            self._put_before(node, edit)
-        else:
-            raise Unsure("another change is made there")
-
-    def _set_keyword(self, call: ast.Call, name: str, value: str) -> None:
-        if any(each.arg is None for each in call.keywords):
-            raise Unsure("the call takes ** of a dictionary, which may set it")
-        parsed = ast.parse(value, mode="eval").body
-        given = next((each for each in call.keywords if each.arg == name), None)
-        if given is not None:
-            self._changes.append((self._start(given.value), self._end(given.value), value))
-            given.value = parsed
-            return
-        placed = [each for each in (*call.args, *call.keywords) if hasattr(each, "lineno")]
-        last: Any = max(placed, key=self._end, default=None)
-        new = f"{name}={value}"
-        if last is None:
-            at = self._end(call) - 1
-            self._changes.append((at, at, f", {new}" if call.keywords else new))
-        else:
-            at, line = self._end(last), self._starts[last.lineno - 1]
-            before = self._bytes[line : self._start(last)]
-            alone = not before.strip() and last.lineno != call.lineno
-            gap = f",{self._newline}{before.decode()}" if alone else ", "
-            self._changes.append((at, at, f"{gap}{new}"))
-        call.keywords.append(ast.keyword(arg=name, value=parsed))
-
-    def _put_before(self, first: ast.stmt, edit: Edit) -> None:
-        body = next(
-            body
-            for each in ast.walk(self.tree)
-            for body in (getattr(each, "body", None), getattr(each, "orelse", None), getattr(each, "finalbody", None))
-            if isinstance(body, list) and first in body
-        )
-        begin = self._starts[first.lineno - 1]
-        indent = self._bytes[begin : self._start(first)].decode()
-        if indent.strip():
-            raise Unsure("several statements stand in one line there")
-        self._changes.append((begin, begin, f"{indent}{edit.text}{self._newline}"))
-        at = body.index(first)
-        if edit.last is None:
-            body[at:at] = ast.parse(edit.text).body
-            return
-        until = next(
-            i
-            for i, each in enumerate(body)
-            if (each.lineno, each.col_offset) == (edit.last.lineno, edit.last.col_offset)
-        )
-        deeper = "\t" if "\t" in indent else "    "
-        for line in range(first.lineno, (body[until].end_lineno or first.lineno) + 1):
-            start = self._starts[line - 1]
-            if self._bytes[start : self._starts[line]].strip():
-                self._changes.append((start, start, deeper))
-        outer: Any = ast.parse(f"{edit.text}\n    pass").body[0]
-        outer.body = body[at : until + 1]
-        body[at : until + 1] = [outer]
-
-    def edited(self) -> str:
-        """The text with all changes. Raises Unsure where it does not mean what the changed tree means."""
-        pieces, at = [], 0
-        for start, end, text in sorted(self._changes, key=lambda change: change[:2]):
-            if start < at:
-                raise Unsure("two changes meet in one place")
-            pieces += [self._bytes[at:start], text.encode()]
-            at = end
-        data = b"".join([*pieces, self._bytes[at:]])
-        try:
-            compile(data, str(self.path), "exec", dont_inherit=True)
-            same = ast.dump(ast.parse(data)) == ast.dump(self.tree)
-        except (SyntaxError, ValueError) as error:
-            raise Unsure(f"the changed file would not compile ({error})") from error
-        if not same:
-            raise Unsure("the line is written in a way in which the change would mean something else")
-        return data.decode()
-
-
-def patch(advice: "Sequence[Advice]") -> tuple[str, list[str]]:
-    """A unified diff of all that these change, and a sentence for each that has none; paths are from the current
-    folder, as `git apply` and `patch -p1` take them there."""
-    left = [f"{one.kind}: no diff, since {one.no_patch}" for one in advice if one.no_patch]
-    kept: list[Edit] = []
-    for one in advice:
-        if one.no_patch:
-            continue
-        try:
-            _edited([*kept, *one.edits])
-        except Unsure as error:
-            left.append(f"{one.kind}: not in this diff, since {error}: apply it, measure, and ask again")
-        else:
-            kept += one.edits
-    texts: list[str] = []
-    for source, new in _edited(kept):
-        name = os.path.relpath(source.path)
-        lines = difflib.unified_diff(
-            source.text.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{name}", f"b/{name}"
-        )
-        texts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
-    return "".join(texts), left
-
-
-def _edited(edits: Sequence[Edit]) -> list[tuple[Source, str]]:
-    sources = {edit.path: Source(edit.path) for edit in edits}
-    for edit in edits:
-        sources[edit.path].apply(edit)
-    return [(source, source.edited()) for source in sources.values()]
-
-
-# The script as it stands on disk.
-
-
-def _last_name(node: ast.expr) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-@dataclass
-class Found:
-    """A call in the script."""
-
-    source: Source
-    call: ast.Call
-
-    @property
-    def where(self) -> str:
-        return f"{self.source.name}:{self.call.lineno}"
-
-    @property
-    def name(self) -> str:
-        return _last_name(self.call.func)
-
-    def constant(self, keyword: str) -> Any:
-        """The value of a keyword that is a constant; None of all others."""
-        value = next((each.value for each in self.call.keywords if each.arg == keyword), None)
-        return value.value if isinstance(value, ast.Constant) else None
-
-    def sets(self, keyword: str) -> bool:
-        return any(each.arg == keyword for each in self.call.keywords)
-
-    def edit(self, keyword: str, value: str) -> Edit:
-        return Edit(self.source.path, self.call, value, keyword)
-
-
-_EVALUATES = ("val", "test", "eval", "dev")
-_ARGUMENTS = ("SFTConfig", "DPOConfig", "GRPOConfig")
-
-
-@dataclass
-class Script:
-    """The files of a run's script, as far as they are the ones that ran."""
-
-    run: Run
-    directory: Path | None
-    sources: list[Source] = field(default_factory=list[Source])
-    changed: list[str] = field(default_factory=list[str])
-    """Files that changed since, or are gone, with which of the two."""
-
-    def __post_init__(self) -> None:
-        loop = self.run.evidence.loop
-        for known in loop.sources if loop is not None and self.directory is not None else ():
-            path = Path(os.path.normpath((self.directory or Path()).resolve() / known.path))
-            try:
-                same = hashlib.sha256(path.read_bytes()).hexdigest() == known.digest
-                if same:
-                    self.sources.append(Source(path))
-                else:
-                    self.changed.append(f"{os.path.relpath(path)} has changed since the run")
-            except OSError:
-                self.changed.append(f"{os.path.relpath(path)} is not there any more")
-            except (SyntaxError, ValueError):
-                self.changed.append(f"{os.path.relpath(path)} cannot be read as Python in UTF-8")
-
-    @property
-    def why_no_lines(self) -> str:
-        """Why no line can be named; empty where the script can be read."""
-        if self.changed:
-            return "; ".join(self.changed)
-        return "" if self.sources else "the run does not know its script's files"
-
-    @property
-    def library(self) -> str:
-        return self.run.evidence.loop.library if self.run.evidence.loop is not None else ""
-
-    def calls(self, wanted: Callable[[str], bool]) -> list[Found]:
-        """The calls of functions whose last name is wanted."""
-        return [
-            Found(source, node)
-            for source in self.sources
-            for node in ast.walk(source.tree)
-            if isinstance(node, ast.Call) and wanted(_last_name(node.func))
-        ]
-
-    def only(self, wanted: Callable[[str], bool], what: str) -> Found:
-        """The only such call. Raises Unsure where there is none, or there are several."""
-        if self.why_no_lines:
-            raise Unsure(self.why_no_lines)
-        found = self.calls(wanted)
-        if len(found) > 1:
-            found = [one for one in found if not self._evaluates(one)] or found
-        if len(found) != 1:
-            places = ", ".join(one.where for one in found[:3])
-            raise Unsure(
-                f"there are {len(found)} calls of {what} ({places})" if found else f"no call of {what} is in it"
-            )
-        return found[0]
-
-    def _evaluates(self, found: Found) -> bool:
-        """Whether the call's result is named as one for evaluation."""
-        named = (
-            _last_name(target).lower()
-            for node in ast.walk(found.source.tree)
-            if isinstance(node, ast.Assign) and found.call in ast.walk(node.value)
-            for target in node.targets
-        )
-        return any(word in name for name in named for word in _EVALUATES)
-
-    def arguments(self) -> Found:
-        """The call of the library's own settings: TrainingArguments, Lightning's Trainer or the Accelerator."""
-        if self.library == "transformers":
-            return self.only(lambda name: name.endswith("TrainingArguments") or name in _ARGUMENTS, "TrainingArguments")
-        name = "Trainer" if self.library == "lightning" else "Accelerator"
-        return self.only(lambda called: called == name, name)
-
-    def optimizer(self) -> Found:
-        loop = self.run.evidence.loop
-        names = loop.optimizers if loop is not None else ()
-        if len(names) != 1:
-            raise Unsure("there is not one optimizer alone")
-        return self.only(lambda name: name == names[0], names[0])
-
-    def statement(self, found: Found) -> tuple[list[ast.stmt], int]:
-        """The block that holds the statement of a call, and the statement's place in it."""
-        blocks = [
-            (body, i)
-            for node in ast.walk(found.source.tree)
-            for body in (getattr(node, "body", None), getattr(node, "orelse", None), getattr(node, "finalbody", None))
-            if isinstance(body, list)
-            for i, each in enumerate(body)
-            if isinstance(each, ast.stmt) and any(inside is found.call for inside in ast.walk(each))
-        ]
-        return max(blocks, key=lambda block: block[0][block[1]].lineno)
-
+from stepscope.runs.checks.loops import run_again
+from stepscope.runs.script import Edit, Found, Script, Source, Unsure, edited, last_name
 
 # What a remedy gives.
 
@@ -347,8 +36,11 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     """The text to write there, in the words of what the script uses."""
     where: str = ""
     """File and line; empty where the line is not known."""
-    low: float
-    high: float
+    least: float
+    most: float
+    """What the remedy itself should save."""
+    noise: float
+    """How far two measurements like the run's may differ, as a share."""
     how: str
     """How the interval was worked out."""
     no_patch: str = ""
@@ -356,22 +48,29 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     edits: tuple[Any, ...] = ()
 
     @property
+    def low(self) -> float:
+        """The smallest gain that a second measurement should show, by what the remedy saves and by scatter."""
+        return self.least - self.noise * (1 - self.least)
+
+    @property
+    def high(self) -> float:
+        return min(0.99, self.most + self.noise * (1 - self.most))
+
+    @property
     def expected(self) -> float:
         """What advice is sorted by: most remedies give less than the middle of what is possible."""
-        return self.low + (self.high - self.low) / 3
+        return self.least + (self.most - self.least) / 3
 
     @property
     def document(self) -> dict[str, object]:
         """What --json writes of it."""
-        named = ("kind", "where", "put", "low", "high", "expected", "how", "no_patch")
+        named = ("kind", "where", "put", "low", "high", "least", "most", "expected", "how", "no_patch")
         return {name: getattr(self, name) for name in named}
 
     @property
     def saves(self) -> str:
-        low = max(0.0, self.low)
-        return (
-            f"up to {format_share(self.high)}" if low < 0.005 else f"{format_share(low)} to {format_share(self.high)}"
-        )
+        most = format_share(self.most)
+        return f"up to {most}" if self.least < 0.005 else f"{format_share(self.least)} to {most}"
 
 
 _Place = Callable[[], tuple[str, tuple[Edit, ...]]]
@@ -399,7 +98,7 @@ class _Adviser:
         samples = metrics.samples_of(self.run, STEP)
         interval = samples.interval() if samples else None
         if interval is None or samples is None or not samples.median_s:
-            return 0.1
+            return max(0.1, (samples.spread if samples else None) or 0.0)
         return max(0.02, 2 * interval.half_width / samples.median_s)
 
     @property
@@ -427,19 +126,19 @@ class _Adviser:
         try:
             where, edits = place()
             if edits:
-                _edited(edits)
+                edited(edits)
         except Unsure as error:
             where, why = where or error.where, str(error)
-        noise = f"; {format_share(self.noise)} either way is this measurement's own scatter"
         return Advice(
             kind=kind,
             put=put,
             where=where,
             no_patch=why or ("" if edits else "it is a choice of yours"),
             edits=edits,
-            low=low - self.noise * (1 - low),
-            high=min(0.99, high + self.noise * (1 - high)),
-            how=how + noise,
+            least=low,
+            most=high,
+            noise=self.noise,
+            how=how,
         )
 
     # Each of the following gives the advice of one kind, where the run shows the fault.
@@ -462,19 +161,9 @@ class _Adviser:
         except Unsure as error:
             why = str(error)
         now = found.constant(names[0]) or 0 if found is not None else 0
-        environment = self.run.environment
-        cores = environment.cpu_cores if environment else 1
-        own = (environment.host.own_cores if environment and environment.host else None) or 1.0
-        rest_s = max(self.step_s - data_s, 1e-9)
-        work_s = self.step_s * now if now else data_s
-        wanted = min(cores, max(2, math.ceil(1.5 * work_s / rest_s)))
-        if not isinstance(now, int) or wanted <= now:
+        if not isinstance(now, int) or (beside := self.beside(data_s, now)) is None:
             return
-        # What the process computes in its waits, by its load: data that is only waited for needs no core.
-        computes = (own - (1 - self.share(DATA))) / self.share(DATA)
-        free = wanted if computes < 0.2 else min(wanted, int(cores - min(own, cores)))
-        best_s = max(rest_s, work_s / wanted)
-        worst_s = 1.25 * max(rest_s, work_s / free) + _HAND_OVER_S if free >= 1 and not now else self.step_s
+        wanted, saves, how = beside
         put = f"{loader}({names[0]}={wanted}, {names[1]}=True)"
 
         def place() -> tuple[str, tuple[Edit, ...]]:
@@ -487,10 +176,55 @@ class _Adviser:
             "waiting-for-data",
             put,
             place,
-            (1 - worst_s / self.step_s, 1 - best_s / self.step_s),
-            f"{format_share(self.share(DATA))} of the time is waiting; {wanted} workers load beside the step, which "
-            f"takes the longer of the two at best; at worst as many as {max(free, 0)} run at once, a quarter slower",
+            saves,
+            f"{format_share(self.share(DATA))} of the time is waiting; {how}",
         )
+
+    def beside(self, data_s: float, now: int = 0) -> tuple[int, tuple[float, float], str] | None:
+        """How many workers should make the batches that take so long in a step, what they save, and how that was
+        worked out; None where so many are there now."""
+        environment, step_s = self.run.environment, self.step_s
+        cores = environment.cpu_cores if environment else 1
+        own = (environment.host.own_cores if environment and environment.host else None) or 1.0
+        rest_s, share = max(step_s - data_s, 1e-9), data_s / step_s
+        work_s = step_s * now if now else data_s
+        wanted = min(cores, max(2, math.ceil(1.5 * work_s / rest_s)))
+        if wanted <= now:
+            return None
+        # What the process computes in its waits, by its load: data that is only waited for needs no core.
+        computes = (own - (1 - share)) / share
+        free = wanted if computes < 0.2 else min(wanted, int(cores - min(own, cores)))
+        best_s = max(rest_s, work_s / wanted)
+        worst_s = 1.25 * max(rest_s, work_s / free) + _HAND_OVER_S if free >= 1 and not now else step_s
+        how = (
+            f"{wanted} workers load beside the step, which takes the longer of the two at best; at worst as many as "
+            f"{max(free, 0)} run at once, a quarter slower"
+        )
+        return wanted, (1 - worst_s / step_s, 1 - best_s / step_s), how
+
+    def batches_by_hand(self) -> Iterator[Advice]:
+        """Batches that the loop makes itself, between the parts of its step."""
+        habits = self.run.evidence.habits
+        lines = habits.rest_lines if habits is not None and not self.script.library else ()
+        for line in lines:
+            made_s = line.share * self.share(REST) * self.step_s
+            call = self.script.batch_call(line.where)
+            if (
+                call is None
+                or made_s < max(_HAND_OVER_S, 0.03 * self.step_s)
+                or (beside := self.beside(made_s)) is None
+            ):
+                continue
+            wanted, saves, how = beside
+            text = ast.unparse(call.call)
+            yield self.make(
+                "batches-made-in-the-loop",
+                f"next(batches), with batches = iter(DataLoader(D(), batch_size=None, num_workers={wanted})) before "
+                f"the loop, and D an IterableDataset that yields {text}",
+                lambda call=call: self._by_hand(call),
+                saves,
+                f"{call.name} takes {format_share(made_s / self.step_s)} of the time; {how}",
+            )
 
     def pinned(self) -> Iterator[Advice]:
         finding = self.run.finding("batch-not-pinned")
@@ -520,7 +254,7 @@ class _Adviser:
         if habits is None or loop is None or not set(loop.optimizers) <= _FUSED or not loop.optimizers:
             return
         by_one = habits.optimizer_operators is not None and 10 <= habits.optimizer_tensors <= habits.optimizer_operators
-        if share < 0.05 or not by_one:
+        if share < 0.02 or not by_one:
             return
 
         def plain() -> tuple[str, tuple[Edit, ...]]:
@@ -557,13 +291,62 @@ class _Adviser:
                 raise Unsure(self.script.why_no_lines or "no zero_grad(set_to_none=False) is in it")
             return calls[0].where, tuple(each.edit("set_to_none", "True") for each in calls)
 
-        high = self.share(REST) + 0.25 * self.share(BACKWARD)
+        # Zeros are written, and backward reads them and the gradient, and writes the sum.
+        spec, habits = self.run.device_spec, self.run.evidence.habits
+        rate = (spec.peak_bytes_per_s / 4 if spec is not None and spec.peak_bytes_per_s else None) or _SLOW_MEMORY
+        zeroed, count = (habits.zeroed_bytes, habits.zeroed_gradients) if habits is not None else (0, 0)
+        most_s = 4 * zeroed / rate + 2 * count * _CALL_S
         yield self.make(
             "gradients-zeroed",
             "zero_grad(set_to_none=True)",
             place,
-            (0.0, high),
-            "filling with zeros is in the rest of the step, and adding to them in backward",
+            (0.0, min(most_s / self.step_s, self.share(REST) + 0.25 * self.share(BACKWARD))),
+            f"{format_bytes(zeroed)} are filled with zeros, read, added to and written, at {format_bytes(rate)} a "
+            "second at least",
+        )
+
+    @staticmethod
+    def _by_hand(call: Found) -> tuple[str, tuple[Edit, ...]]:
+        raise Unsure("it takes more than a line", call.where)
+
+    def checkpointing(self) -> Iterator[Advice]:
+        """Blocks that backward runs again, where memory is free for what they make."""
+        if self.run.finding("checkpointing-not-needed") is None:
+            return
+        share = run_again(self.run)
+        again = share * self.share(FORWARD)
+        puts = {
+            "transformers": "TrainingArguments(gradient_checkpointing=False)",
+            "torchtitan": '[activation_checkpoint] mode = "none"',
+        }
+        put = puts.get(self.script.library, "call the blocks without checkpointing")
+        enabled = [
+            (each, f"{ast.unparse(each.call.func.value)}.gradient_checkpointing_disable()")
+            for each in self.script.calls(lambda name: name == "gradient_checkpointing_enable")
+            if isinstance(each.call.func, ast.Attribute)
+        ]
+
+        def place() -> tuple[str, tuple[Edit, ...]]:
+            if enabled:
+                edits = [Edit(each.source.path, each.call, "gradient_checkpointing_disable") for each, _ in enabled]
+                if any(each.call.args or each.call.keywords for each, _ in enabled):
+                    raise Unsure("it is called with arguments", enabled[0][0].where)
+                return enabled[0][0].where, tuple(edits)
+            if self.script.library == "transformers":
+                found = self.script.arguments()
+                for name in ("gradient_checkpointing", "activation_checkpointing"):
+                    if found.constant(name) is True:
+                        return found.where, (found.edit(name, "False"),)
+            own = self.script.calls(lambda name: name in _CHECKPOINTS)
+            raise Unsure("it takes more than a line", own[0].where if own else "")
+
+        yield self.make(
+            "checkpointing-not-needed",
+            enabled[0][1] if enabled else put,
+            place,
+            (0.5 * again, min(1.2 * again, self.share(BACKWARD))),
+            f"backward runs {format_share(share)} of forward's products again, and forward "
+            f"takes {format_share(self.share(FORWARD))} of the time",
         )
 
     def products_s(self, dtype: Any) -> float | None:
@@ -620,7 +403,7 @@ class _Adviser:
         calls = [
             i
             for i in range(at)
-            if any(isinstance(each, ast.Call) and _last_name(each.func) == model for each in ast.walk(body[i]))
+            if any(isinstance(each, ast.Call) and last_name(each.func) == model for each in ast.walk(body[i]))
         ]
         if not calls:
             raise Unsure(f"{model} is not called before backward in the same block")
@@ -668,26 +451,62 @@ class _Adviser:
         if self.script.library == "torchtitan":
             put = "[compile] enable = true"
         least = (self.products_s(run.workload.dtype) or 0.0) / self.step_s
+        habits = run.evidence.habits
+        if habits is not None and habits.products_s and habits.operators_s:
+            # The steps that were looked at were slower, by the looking and perhaps by others' work.
+            of_operators = computing * habits.products_s / habits.operators_s
+            least = max(least, min(habits.products_s / self.step_s, of_operators))
+        if not least:  # Then nothing bounds what it gives.
+            return
         yield self.make(
             "not-compiled",
-            put or "MODEL.compile() before the optimizer is made",
+            put or f"{self._model_name()}.compile()",
             place,
             (0.0, computing - least),
-            f"forward and backward take {format_share(computing)} of the time; what is no product of matrices can be "
-            "fused, how much shows only when it is tried, and compiling takes its time at the start",
+            f"forward and backward take {format_share(computing)} of the time, products of matrices "
+            f"{format_share(least)} at least; the others can be fused, how much that gives shows only when it is "
+            "tried, and compiling takes its time at the start",
         )
+
+    def _model_name(self) -> str:
+        """The name of the model in the script; MODEL where it is not known."""
+        try:
+            if self.script.library == "lightning":
+                named = self.script.only(lambda name: name == "fit", "fit").call.args[:1]
+                return named[0].id if named and isinstance(named[0], ast.Name) else "MODEL"
+            return self._made()[0]
+        except Unsure:
+            return "MODEL"
+
+    def _made(self) -> tuple[str, Found]:
+        """The model's name, and the call after whose statement nothing is done to it any more: the optimizer's, which
+        is given its parameters, or that of its class."""
+        try:
+            return self._model()
+        except Unsure:
+            name = self.run.workload.model.name
+            made = self.script.only(lambda called: called == name, name)
+            body, at = self.script.statement(made)
+            match body[at]:
+                case ast.Assign(targets=[ast.Name(id=named)]):
+                    return named, made
+                case _:
+                    raise
 
     def _compile(self) -> tuple[str, tuple[Edit, ...]]:
         if self.script.library == "lightning":
-            fit = self.script.only(lambda name: name == "fit", "fit")
-            body, at = self.script.statement(fit)
-            named = fit.call.args[0] if fit.call.args else None
-            if not isinstance(named, ast.Name):
-                raise Unsure("fit is not given the model by its name")
-            return fit.where, (Edit(fit.source.path, body[at], f"{named.id}.compile()"),)
-        model, found = self._model()
-        body, at = self.script.statement(found)
-        return f"{found.source.name}:{body[at].lineno}", (Edit(found.source.path, body[at], f"{model}.compile()"),)
+            made = self.script.only(lambda name: name == "fit", "fit")
+            name = self._model_name()
+            if name == "MODEL":
+                raise Unsure("fit is not given the model by its name", made.where)
+        else:
+            name, made = self._made()
+        body, at = self.script.statement(made)
+        if made.name == self.run.workload.model.name:
+            at += 1
+            if at == len(body):
+                raise Unsure("nothing follows in the block in which the model is made", made.where)
+        return f"{made.source.name}:{body[at].lineno}", (Edit(made.source.path, body[at], f"{name}.compile()"),)
 
     def host_waits(self) -> Iterator[Advice]:
         """Reads of values in each step, which a GPU alone makes wait."""
@@ -721,7 +540,7 @@ class _Adviser:
             appends = (
                 isinstance(statement, ast.Expr)
                 and isinstance(statement.value, ast.Call)
-                and _last_name(statement.value.func) == "append"
+                and last_name(statement.value.func) == "append"
                 and statement.value.args == [call.call]
             )
             if call.name == "item" and (adds or appends):
@@ -761,6 +580,8 @@ class _Adviser:
     def all(self) -> list[Advice]:
         makers = (
             self.workers,
+            self.batches_by_hand,
+            self.checkpointing,
             self.pinned,
             self.one_launch,
             self.set_to_none,
@@ -774,10 +595,37 @@ class _Adviser:
 
 _HAND_OVER_S = 1e-3
 """What it takes to hand a batch over from a worker: waits that are shorter gain nothing by one."""
+_SLOW_MEMORY, _CALL_S = 2e9, 20e-6
+"""Bytes a second of a host's memory, and seconds of an operator's call, that are worse than any that are met."""
 _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
 """Optimizers that PyTorch has fused."""
+_CHECKPOINTS = ("checkpoint", "checkpoint_sequential", "checkpoint_wrapper")
 _AUTOCAST = 'with torch.autocast("cuda", dtype=torch.bfloat16):'
 _TF32 = 'torch.set_float32_matmul_precision("high")'
+
+
+def patch(advice: Sequence[Advice]) -> tuple[str, list[str]]:
+    """A unified diff of all that these change, and a sentence for each that has none; paths are from the current
+    folder, as `git apply` and `patch -p1` take them there."""
+    left = [f"{one.kind}: no diff, since {one.no_patch}" for one in advice if one.no_patch]
+    kept: list[Edit] = []
+    for one in advice:
+        if one.no_patch:
+            continue
+        try:
+            edited([*kept, *one.edits])
+        except Unsure as error:
+            left.append(f"{one.kind}: not in this diff, since {error}: apply it, measure, and ask again")
+        else:
+            kept += one.edits
+    texts: list[str] = []
+    for source, new in edited(kept):
+        name = os.path.relpath(source.path)
+        lines = difflib.unified_diff(
+            source.text.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{name}", f"b/{name}"
+        )
+        texts += [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]
+    return "".join(texts), left
 
 
 def advice_on(run: Run, directory: Path | None) -> tuple[list[Advice], Script]:
@@ -797,6 +645,11 @@ def answer_advice(run: Run, advice: Sequence[Advice], script: Script) -> Answer:
     table = table_of("advice", ("saves of a step", "text"), "line", ("write", "prose"), rows=rows, notes=tuple(notes))
     some = "What to write in the script, and what share of a step's time it should save; gains do not add up."
     lead = [Line(some if advice else "Nothing that was looked for costs this script time.", "strong")]
+    if advice:
+        scatter = (
+            f"Two measurements like this one differ by up to {format_share(advice[0].noise)} of a step by themselves."
+        )
+        lead.append(Line(scatter, "care" if advice[0].noise > 0.1 else "aside"))
     lead += [Line(f"{why}: no line of it can be named.", "care") for why in script.changed]
     return Answer(
         study="advise", question="", lead=tuple(lead), tables=(table,) if advice else (), origin=(f"Run {run.id}",)

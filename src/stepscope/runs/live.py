@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.core.answer import Finding
-from stepscope.core.range_names import DATA, OPTIMIZER, REST, STEP
+from stepscope.core.range_names import DATA, FORWARD, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run, instant_of
 from stepscope.core.units import counted, format_bytes, format_count, format_rate, format_seconds, format_share
 from stepscope.runs import metrics
@@ -191,7 +191,8 @@ _COSTS: dict[str, Callable[[Run, Finding], float | None]] = {
     "micro-batches-synchronised": lambda run, _: None,
     "fp32-beside-half": lambda run, _: None,
     "batch-not-pinned": lambda run, _: _part(run, DATA),
-    "gradients-zeroed": lambda run, _: _part(run, REST),
+    "gradients-zeroed": lambda run, _: None,
+    "checkpointing-not-needed": lambda run, finding: (_share(finding) or 0.0) * (_part(run, FORWARD) or 0.0),
 }
 """Findings on what costs time, and the largest share of a step that mending them can save; None where that is not
 known from times."""
@@ -254,7 +255,8 @@ def _change_first(run: Run, directory: Path | None) -> str:
     finding, share = max(costs.values(), key=lambda each: each[1] or 0.0, default=(None, None))
     # What a finding gives begins at nothing. One that there is advice on is said as that, however wide its interval.
     most = 0.0 if finding is None or finding.kind in {one.kind for one in advice} else share or 0.0
-    first = next((one for one in advice if one.expected >= most / 3 or (finding and one.kind == finding.kind)), None)
+    worth = [one for one in advice if one.expected >= 0.005]
+    first = next((one for one in worth if one.expected >= most / 3 or (finding and one.kind == finding.kind)), None)
     if first is not None:
         where = f" at {first.where}" if first.where else ""
         finding = run.finding(first.kind)
