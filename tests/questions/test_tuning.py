@@ -22,7 +22,7 @@ from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.run import Run
 from stepscope.core.samples import Interval
-from stepscope.core.study_results import LossCurve, Tried, Tuned, change_words
+from stepscope.core.study_results import LossCurve, Tried, Tuned, change_words, named_apart
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload
 from stepscope.questions import tuning_curves as curves_module
 from stepscope.questions.tuning import (
@@ -645,6 +645,41 @@ def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
     assert not racing.time_left(first, second)
     # With the first alone: 60 + 10 x 20 + 4 x 20 s.
     assert racing.time_left(first, first)
+
+
+def test_a_budget_without_time_for_the_end_is_spent_on_races(tmp_path: Path):
+    now = [0.0]
+    racing = Racing(device="cpu", out=str(tmp_path), budget_s=60, clock=lambda: now[0])
+    step = workload()
+    now[0] = 10.0
+    racing.note_time(0.0, step)  # another race takes 10 s; to confirm 100 s, and to train 40 s
+    assert racing.time_left(step, step) and racing.needed_s == 160
+    assert racing.time_for_losses(step, step) and not racing.time_to_confirm(step, step)
+    now[0] = 49.0
+    assert racing.time_left(step, step) and not racing.time_for_losses(step, step)
+    now[0] = 50.0
+    assert not racing.time_left(step, step)
+
+
+def test_what_the_user_named_is_raced_first_and_alone_in_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def fn(q, k, v, causal): ...\n")
+    options, named = named_apart({"attention": "mine.py:fn,sdpa,flash", "dtype": "fp32", "norm": "reference"})
+    assert options == {"attention": "sdpa", "dtype": "fp32", "norm": "reference"}
+    mine, flash = named["attention"]
+    assert mine.startswith("mine.py:fn@") and flash == "flash"
+    with pytest.raises(InputError, match="unknown attention 'sdap'"):
+        named_apart({"attention": "sdpa,sdap"})
+    search = Search(baseline=workload(attention="sdpa"), on_gpu=True, named=named)
+    search.run(Written())
+    assert [tried.change for tried in search.tried[:2]] == [{"attention": mine}, {"attention": "flash"}]
+    assert search.tried[0].round == "named attention" and search.best.attention == "flash"
+    assert not any("attention" in tried.change for tried in search.tried[2:])
+    refused = msgspec.structs.replace(search.tried[0], verdict="refused", why="it is wrong")
+    found = msgspec.structs.replace(search.so_far(search.baseline), tried=(refused,), needed_s=9.0)
+    kinds = {finding.kind: finding for finding in answer_tuned(found).findings}
+    assert kinds["named-refused"].severity == "error" and "it is wrong" in kinds["named-refused"].sentence
+    assert "not-confirmed" in kinds
 
 
 def test_a_step_alone_takes_less_than_a_race_of_two(tmp_path: Path):

@@ -1,14 +1,14 @@
 """What studies leave as results: a search for the fastest step, the prices of graph breaks, times of collectives."""
 
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, choose
 from stepscope.core.files import cache_file, read_cached, replace_file
-from stepscope.core.parts import PARTS
+from stepscope.core.parts import ATTENTIONS, PARTS, choose_name, is_users
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval, Samples
 from stepscope.core.workloads import Workload, kernels_at_once
@@ -27,6 +27,23 @@ def fields_kept(names: Iterable[str]) -> frozenset[str]:
         raise InputError(f"keep names all that tune changes: leave one out of {', '.join(TUNED_FIELDS)}")
     return kept
 
+
+def named_apart(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """The options of a step with one name each, and by field the others that were named, as in `mine.py:fn,sdpa`: they
+    are raced against the first that is no user's own. Raises InputError for a name that means nothing."""
+    one, others = dict(options), dict[str, tuple[str, ...]]()
+    ways: dict[str, Mapping[str, Any]] = {"attention": ATTENTIONS, **PARTS}
+    for field, known in ways.items():
+        written = [name.strip() for name in str(options.get(field, "")).split(",")]
+        if len(written) > 1:
+            names = [*dict.fromkeys(choose_name(name, known, field) for name in written)]
+            one[field] = next((name for name in names if not is_users(name)), names[0])
+            others[field] = tuple(name for name in names if name != one[field])
+    return one, others
+
+
+NAMED = "named "
+"""How a round's name begins that races what the user named; the field follows."""
 
 Verdict = Literal[
     "taken", "faster", "undecided", "slower", "slower by plan", "refused", "does not fit", "failed", "doubted",

@@ -1,7 +1,7 @@
 """The search for the fastest step: its rounds, and how `tune` goes from search to confirmation."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,7 @@ from stepscope.core.parts import PARTS, PREFERRED, PREFERRED_ELSEWHERE, is_kept
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.processes import standing
 from stepscope.core.strategies import PARAMETERS, strategy_named
-from stepscope.core.study_results import Tried, Tuned, change_words
+from stepscope.core.study_results import NAMED, Tried, Tuned, change_words
 from stepscope.core.units import format_seconds
 from stepscope.core.workloads import TextbookWorkload, Workload
 from stepscope.questions.tuning_curves import curves, departs_at, why_not_compared
@@ -315,6 +315,8 @@ class Search:
     baseline: Workload
     on_gpu: bool
     kept: frozenset[str] = frozenset()
+    named: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    """By field, names that the user chose: they are raced first, and nothing else in that field."""
     best: Workload = field(init=False)
     tried: list[Tried] = field(default_factory=list[Tried])
 
@@ -323,6 +325,10 @@ class Search:
 
     def run(self, bench: Bench, tell: Callable[[str], None] = lambda _: None) -> None:
         """Go through the rounds. A KeyboardInterrupt leaves what was found."""
+        for name, values in self.named.items():
+            chosen: list[Change] = [{name: value} for value in values]
+            self._go(Round(name=f"{NAMED}{name}", changes=lambda _best, _on_gpu, chosen=chosen: chosen), bench, tell)
+        self.kept |= self.named.keys()
         for round_ in BEFORE:
             self._go(round_, bench, tell)
         self._go_between("blocks", bench, tell)
@@ -431,12 +437,14 @@ are taken back where the losses depart."""
 
 def tune(
     asked: Workload, racing: Racing, *, device: str, on_gpu: bool, kept: frozenset[str] = frozenset(),
-    memory_limit_bytes: int | None = None, tell: Callable[[str], None] = lambda _: None,
+    named: Mapping[str, Sequence[str]] | None = None, memory_limit_bytes: int | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Tuned:  # fmt: skip
     """Find the fastest step that trains as the one asked for does, at the same batch.
 
-    kept: fields of the workload that stay as they are. tell: is given what is tried, in words. Interrupted, it returns
-    what it found. Raises InputError for a step that is no training step, or that nothing makes fit.
+    kept: fields of the workload that stay as they are. named: by field, what is raced in it. tell: is given what is
+    tried, in words. Interrupted, it returns what it found. Raises InputError for a step that is no training step, or
+    that nothing makes fit.
     """
     if asked.phase != "train":
         raise InputError(f"tune makes a training step faster, and --phase {asked.phase} asks for another: leave it out")
@@ -444,12 +452,15 @@ def tune(
         baseline = one_that_fits(asked, racing, kept)
     except KeyboardInterrupt:
         return Tuned(asked=asked, baseline=asked, best=asked, interrupted=True, seconds=racing.seconds)
-    search = Search(baseline=baseline, on_gpu=on_gpu, kept=kept | racing.fixed)
+    search = Search(baseline=baseline, on_gpu=on_gpu, kept=kept | racing.fixed, named=named or {})
     found = Tuned(asked=asked, baseline=baseline, best=baseline)
     try:
         search.run(racing, tell)
         found = search.so_far(asked)
         while found.best != baseline:
+            if not racing.time_for_losses(baseline, found.best):
+                found = msgspec.structs.replace(found, why_no_losses="the budget leaves no time for it")
+                break
             tell("losses of both steps")
             try:
                 losses = curves(
@@ -464,7 +475,7 @@ def tune(
             if found.departs_at is None:
                 break
             found = without_numeric_changes(found)
-        if found.best != baseline:
+        if found.best != baseline and racing.time_to_confirm(baseline, found.best):
             tell("both steps in processes of their own")
             found = _confirmed(found, racing)
     except KeyboardInterrupt:

@@ -7,7 +7,7 @@ import msgspec
 from stepscope.core import answer
 from stepscope.core.formulas.spelled import cell_name, describe_workload, run_call, run_command
 from stepscope.core.samples import INTERVALS
-from stepscope.core.study_results import Tuned, change_words
+from stepscope.core.study_results import NAMED, Tuned, change_words
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
 from stepscope.core.workloads import Workload
 from stepscope.runs.run_sets import interval_text
@@ -157,11 +157,26 @@ def _findings(found: Tuned) -> Iterator[answer.Finding]:
     if late:
         yield answer.note(
             "not-reached",
-            f"{counted(late, 'change')} had to be left out: of {format_seconds(found.budget_s)}, the "
-            "end in processes of its own needs a part.",
+            f"{counted(late, 'change')} had to be left out: {format_seconds(found.budget_s)} have no time for them and "
+            "for the end in processes of its own.",
             remedy=f"a --budget of over {format_seconds(found.needed_s)} has time for one more; what is measured "
             "already is not measured again",
             evidence={"not_reached": late, "needed_s": found.needed_s},
+        )
+    refused = [tried for tried in found.tried if tried.verdict == "refused" and tried.round.startswith(NAMED)]
+    for tried in refused:
+        yield answer.error(
+            "named-refused",
+            f"{change_words(tried.change)} takes no part: {tried.why}",
+            remedy="mend it, or leave it out",
+            evidence={},
+        )
+    if found.best != found.baseline and found.confirmed is None and not found.interrupted:
+        yield answer.warning(
+            "not-confirmed",
+            f"{format_seconds(found.budget_s)} have no time to train and confirm what the races found.",
+            remedy=f"a --budget of over {format_seconds(found.needed_s)}: what is measured is not measured again",
+            evidence={"needed_s": found.needed_s},
         )
     wrong = [tried for tried in found.tried if tried.verdict == "not right"]
     if wrong:

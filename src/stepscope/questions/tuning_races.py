@@ -106,6 +106,8 @@ class Racing:
         """Seconds that the process from which races are forked imported, likewise: the first race waited for it."""
         self._found = False
         """Whether an earlier search had measured one of the last cells: then its time was another."""
+        self._keeps_time: bool | None = None
+        """Whether there is time for the end when a first race is asked for; None before."""
         self.needed_s = 0.0
         """The time that another race and the end would have taken, when it was asked for last."""
         self.where: Environment | None = None
@@ -133,16 +135,34 @@ class Racing:
         return self._clock() - self._began
 
     def time_left(self, baseline: Workload, best: Workload) -> bool:
-        """Whether another race, as long as the longest, would leave the time to train and to confirm these two."""
+        """Whether another race, as long as the longest, would leave the time to train and to confirm these two. A
+        budget that has no time for that when it is asked first is spent on races, and the rest on what it is enough
+        for."""
+        kept_s = sum(self._end_s(baseline, best))
+        self.needed_s = self.seconds + self._longest_s + kept_s
+        if self._keeps_time is None:
+            self._keeps_time = self.needed_s < self.budget_s
+        return self.needed_s - (0.0 if self._keeps_time else kept_s) < self.budget_s
+
+    def time_for_losses(self, baseline: Workload, best: Workload) -> bool:
+        """Whether there is time to train both: it was kept, or is left."""
+        return self._keeps_time is not False or self.seconds + self._end_s(baseline, best)[0] < self.budget_s
+
+    def time_to_confirm(self, baseline: Workload, best: Workload) -> bool:
+        """Whether there is time to measure both in processes of their own: it was kept, or is left."""
+        return self._keeps_time is not False or self.seconds + self._end_s(baseline, best)[1] < self.budget_s
+
+    def _end_s(self, baseline: Workload, best: Workload) -> tuple[float, float]:
+        """Seconds that it takes to train these two, and to confirm them."""
         import_s = self._series.forks.import_s  # races are forked; what trains and confirms imports PyTorch again
-        kept_s = 0.0
+        train_s = confirm_s = 0.0
         for one, trainings in ((baseline, TRAININGS - 1), (best, 1)):
             alone_s = self._took_s.get(one.key, self._longest_s)
             trained_s = self._trained_s.get(one.key, max(0.0, alone_s - self._start_s))
             # One process, or one of each rank, trains it from all its starts.
-            kept_s += FEWEST_PROCESSES * (import_s + alone_s) + import_s + self._start_s + trainings * trained_s
-        self.needed_s = self.seconds + self._longest_s + kept_s
-        return self.needed_s < self.budget_s
+            train_s += import_s + self._start_s + trainings * trained_s
+            confirm_s += FEWEST_PROCESSES * (import_s + alone_s)
+        return train_s, confirm_s
 
     def fits(self, workload: Workload) -> str | None:
         """Why the step does not fit, by prediction; None where it does, or nothing predicts it."""

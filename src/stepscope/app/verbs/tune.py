@@ -13,7 +13,7 @@ from stepscope.core.files import decode_document, json_document, read_named
 from stepscope.core.options import MEASURING, STORED, Option, Rule, verb
 from stepscope.core.run_directory import SEARCH_FOLDER
 from stepscope.core.strategies import shared_somehow
-from stepscope.core.study_results import TUNED_FIELDS, Tuned, fields_kept
+from stepscope.core.study_results import TUNED_FIELDS, Tuned, fields_kept, named_apart
 from stepscope.core.units import parse_bytes, parse_seconds
 from stepscope.core.workloads import Workload
 from stepscope.engine.workload_options import OneWorkload, check_one_model, of_factory, usual_sizes
@@ -56,7 +56,8 @@ def tune(
         found.best, found.tuned.confirmed, found.tuned.curves
 
     model, module, arguments: as of `stepscope.run`: a preset's name, or a factory. An object that exists already cannot
-    be made in the processes that measure. chosen: what `run` takes beside them, as seq_len, batch_size and dtype.
+    be made in the processes that measure. chosen: what `run` takes beside them, as seq_len, batch_size and dtype;
+    attention="mine.py:fn,sdpa" races these, and no others.
     budget: seconds, or text as in "90s", "10min", "1h". keep: fields that stay as they are. memory: what PyTorch may
     allocate, in bytes or as in "80GiB". fresh: measure again what an earlier search in `runs` has. tell: is given what
     is tried, in words.
@@ -66,7 +67,7 @@ def tune(
     check_one_model(model, module, arguments, optimizer=chosen.get("optimizer"))
     if model is not None and not isinstance(model, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError("tune measures in processes of its own: give a preset's name, or module='file.py:factory'")
-    choices = shared_somehow(chosen)
+    choices, named = named_apart(shared_somehow(chosen))
     kept = fields_kept(keep)
     budget_s = parse_seconds(str(budget), "budget")
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
@@ -80,13 +81,15 @@ def tune(
     if module is not None:
         workload: Workload = of_factory(module, arguments, choices)
     else:
-        named = {"model": model} if model else {}
-        workload = OneWorkload({**named, **choices}).workload(**usual_sizes(on_gpu=on_gpu))
+        of_model = {"model": model} if model else {}
+        workload = OneWorkload({**of_model, **choices}).workload(**usual_sizes(on_gpu=on_gpu))
     with Racing(
         device=device, out=_folder(runs, workload), budget_s=budget_s, memory_limit_bytes=limit, tag=tag or "tune",
         fresh=fresh,
     ) as racing:  # fmt: skip
-        tuned = search(workload, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=limit, tell=tell)
+        tuned = search(
+            workload, racing, device=device, on_gpu=on_gpu, kept=kept, named=named, memory_limit_bytes=limit, tell=tell
+        )
     return Found(tuned, shown_answer(answer_tuned(tuned)))
 
 
@@ -139,7 +142,8 @@ def command(
         tuned = decode_document(read_named(from_), Tuned, str(from_), holds="search of `stepscope tune --json`")
     else:
         kept = fields_kept(keep)
-        workload = OneWorkload(shared_somehow(workload.options))
+        options, named = named_apart(shared_somehow(workload.options))
+        workload = OneWorkload(options)
         workload.check()
         from stepscope.engine.request import type_of_device
         from stepscope.questions.tuning import tune as search
@@ -155,7 +159,10 @@ def command(
                 fresh=fresh, tell=tell,
             ) as racing,
         ):  # fmt: skip
-            tuned = search(first, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=memory, tell=warn)
+            tuned = search(
+                first, racing, device=device, on_gpu=on_gpu, kept=kept, named=named, memory_limit_bytes=memory,
+                tell=warn,
+            )  # fmt: skip
     from stepscope.questions.tuning_answer import answer_tuned
 
     answer = answer_tuned(tuned)
