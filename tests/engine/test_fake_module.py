@@ -18,7 +18,7 @@ from stepscope.engine import fake_module
 from stepscope.engine.fake_module import estimate_by_running, fit_module, replayed, resized, watch_module_step
 from stepscope.training.user_module.module_step import UserModule
 from tests.command import stepscope
-from tests.conftest import mini
+from tests.conftest import at_length, mini
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -158,7 +158,7 @@ def test_the_peak_of_an_mlp_by_hand(file: Path):
     assert sum(found.categories.values()) == found.peak_bytes
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-pure", "bf16-master"])
+@pytest.mark.parametrize("dtype", ["bf16", "bf16-master", *at_length("fp32", "bf16-pure")])
 def test_the_textbook_as_a_users_module_has_the_textbooks_peak(file: Path, dtype: Any):
     known = mini(dtype=dtype, d_model=32, d_ff=64, layers=2, heads=2, vocabulary=64, batch_size=2, seq_len=8)
     by_name = estimate_by_running(known)

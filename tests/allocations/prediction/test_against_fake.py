@@ -139,7 +139,8 @@ def test_so_do_steps_of_8_bits(d_ff: int, dtype: Dtype, checkpointing: str):
 
 
 @pytest.mark.parametrize(
-    "checkpointing", ["none", "selective", "selective-2", "attention", "every-3", "offload-1", "offload-2", "offload-4"]
+    "checkpointing",
+    ["none", "selective-2", "every-3", "offload-2", *at_length("selective", "attention", "offload-1", "offload-4")],
 )
 @pytest.mark.parametrize("d_ff", [960, pytest.param(1440, marks=pytest.mark.long)])
 def test_what_is_taken_from_the_device_is_alike_for_odd_sizes_and_a_large_vocabulary(checkpointing: str, d_ff: int):

@@ -145,7 +145,7 @@ def test_every_phase_has_the_peak_that_is_predicted(dtype: str, attention: str, 
     assert_alike(three(dtype=dtype, attention=attention, checkpointing=checkpointing))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", *at_length("fp16")])
 @pytest.mark.parametrize(
     "changes",
     [{}, {"seq_len": 64}, {"d_ff": 512}, {"vocabulary": 16}, {"d_model": 64, "heads": 4, "kv_heads": 2}, *at_length(
@@ -159,7 +159,7 @@ def test_a_step_that_keeps_attentions_output_is_predicted_to_the_byte(dtype: str
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("attention", ["reference", "sdpa", "sdpa-math"])
+@pytest.mark.parametrize("attention", ["reference", "sdpa", *at_length("sdpa-math")])
 @pytest.mark.parametrize("dtype", ["fp32", *at_length("bf16")])
 def test_a_step_with_shared_keys_is_predicted_to_the_byte(dtype: str, attention: str, kv_heads: int):
     shared = {"d_model": 64, "heads": 4, "kv_heads": kv_heads, "dtype": dtype, "attention": attention}

@@ -151,7 +151,7 @@ def test_what_a_closure_does_besides_forward_and_backward_is_rest():
 
 
 def evaluating_loop(every: int, teacher: nn.Module | None = None) -> tuple[TimedSteps, Phases]:
-    """A loop that evaluates after every so many steps, for 30 ms and more; with a teacher it calls that in each."""
+    """A loop that evaluates after every so many steps, for 300 ms and more; with a teacher it calls that in each."""
     model, (stage, _) = Net(), timed(4, 24)
     optimizer, told = adamw(model), Told(stage)
     watching = watch(told)
@@ -166,7 +166,7 @@ def evaluating_loop(every: int, teacher: nn.Module | None = None) -> tuple[Timed
             with torch.no_grad():
                 for _ in range(3):
                     model(x)
-                    time.sleep(0.01)
+                    time.sleep(0.1)  # far longer than another process takes from a step
                 model(x)
     return stage, watching.phases
 
@@ -176,8 +176,8 @@ def test_an_evaluation_now_and_then_is_no_part_of_its_step():
     samples = stage.samples()
     assert list(samples) == ["step", *TIMED]
     took = [seconds for seconds in stage.evaluations(20) if seconds]
-    assert len(took) == 2 and min(took) >= 0.03, "what lies between two of its calls belongs to it"
-    assert max(samples["rest"].values_s) < 0.03
+    assert len(took) == 2 and min(took) >= 0.3, "what lies between two of its calls belongs to it"
+    assert max(samples["rest"].values_s) < 0.3
     for i, whole in enumerate(samples["step"].values_s):
         assert sum(samples[name].values_s[i] for name in TIMED) == pytest.approx(whole, abs=2e-9)
     line = evaluating_loop.__code__.co_firstlineno + 15
