@@ -625,6 +625,19 @@ def test_20_spread_and_outliers_are_said():
     assert "wide-spread" not in kinds(make_run(step=[1.0, 1.5, 1.0, 1.5])), "four steps have no middle half to judge"
 
 
+def test_20_a_quiet_machine_is_told_of_no_noise():
+    """Steps may differ by themselves, and their median is known all the same."""
+    steps = [1.0 + 0.01 * ((i * 37) % 23) for i in range(100)]
+    run = make_run(step=steps)
+    assert run.environment is not None and "wide-spread" in kinds(run), "where nobody knows what else ran"
+    reading = HostReading(own_cores=1.0, other_cores=0.05)
+    quiet = msgspec.structs.replace(run, environment=msgspec.structs.replace(run.environment, host=reading))
+    assert kinds(quiet) == {}
+    few = msgspec.structs.replace(quiet, samples=make_run(step=[1.0, 1.4, 0.7, 1.5, 0.9, 1.2, 0.6, 1.3] * 3).samples)
+    finding = next(found for found in check_run(few) if found.kind == "wide-spread")
+    assert "quieter" not in finding.remedy, "that would not help"
+
+
 def test_a_busy_host_and_steps_that_spread_are_one_finding():
     run = make_run(step=[1.0, 1.4, 0.7, 1.5, 0.9, 1.2, 0.6, 1.3] * 3)
     assert "wide-spread" in kinds(run) and run.environment is not None

@@ -154,7 +154,8 @@ def compiled_while_measured(run: Run) -> Iterator[Finding]:
 def sample_of_steps(run: Run) -> Iterator[Finding]:
     """[2] With few samples, neither drift nor spread can be judged; warm-up that reached its cap before two windows of
     steps agreed. [25] Steps so much like their neighbours that few of them are worth an independent one. [20] Samples
-    that scatter: the middle half of a few is one or two of them."""
+    that scatter: the middle half of a few is one or two of them. On a quiet host that is no doubt where the median is
+    known all the same."""
     samples, loop = run.samples.get(STEP), run.evidence.loop
     if samples is None or not samples.count:
         return
@@ -189,12 +190,20 @@ def sample_of_steps(run: Run) -> Iterator[Finding]:
             evidence={"warmup_steps": len(samples.warmup_s)},
         )
     if enough and samples.spread is not None and samples.spread > 0.1:
+        host = run.environment.host if run.environment is not None else None
+        others = host.other_cores if host is not None else None
+        quiet = others is not None and run.environment is not None and others < 0.1 * run.environment.cpu_cores
+        interval = samples.interval()
         remedy = "measure more steps (--steps), on a quieter machine"
+        if quiet:  # What else ran is not the cause.
+            remedy = "measure more steps (--steps): no other process took part, the steps themselves differ"
         fewest, most = (loop and loop.backwards_between) or (0, 0)
         # The last micro-batches of an epoch are fewer. How often a closure is evaluated is the optimizer's choice.
         if loop and fewest != most and not loop.evaluations:
             ran = f"they ran {fewest} to {most} backwards"
             remedy = f"time steps of one length: {ran}; drop_last, or --steps FIRST:END, helps"
+        elif quiet and interval is not None and interval.half_width <= 0.05 * (samples.median_s or 0.0):
+            return
         yield warning(
             "wide-spread",
             f"The middle half of the steps spreads over {format_share(samples.spread)} of the median, "
