@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from stepscope.app.verbs.stored_runs import show
+from stepscope.core.environment import HostReading
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, Habits, RestLine, SourceFile, WatchedLoop
 from stepscope.core.formulas import Work
@@ -220,7 +221,9 @@ def test_statements_move_below_autocast(tmp_path: Path):
         below('while 1:\n  y = """a\n  b"""\n  z = 1\n')
 
 
-def scripted(folder: Path, text: str, habits: Habits, library: str = "", **shares: float) -> dict[str, made.Advice]:
+def scripted(
+    folder: Path, text: str, habits: Habits, library: str = "", host: HostReading | None = None, **shares: float
+) -> dict[str, made.Advice]:
     """The advice on a script whose step of 0.1 s has these parts, by the kinds."""
     (folder / "train.py").write_text(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
@@ -233,6 +236,8 @@ def scripted(folder: Path, text: str, habits: Habits, library: str = "", **share
         samples={name: Samples(values_s=(0.1 * share,) * 20, clock="") for name, share in shares.items()},
         work={"forward": Work(flops=100)},
     )
+    assert run.environment is not None
+    run = replace(run, environment=replace(run.environment, cpu_cores=2, host=host))
     run = replace(run, findings=check_run(run))
     return {one.kind: one for one in made.advice_on(run, folder)[0]}
 
@@ -270,6 +275,24 @@ def test_a_loop_that_makes_its_model_optimizer_and_batches_by_functions_of_its_o
     assert batches.most == pytest.approx(0.2), "half of the rest, hidden behind the other 80 ms"
     zeroed = found["gradients-zeroed"]
     assert zeroed.most == pytest.approx((4 * 5e6 / 2e9 + 2 * 10 * 20e-6) / 0.1), "of the bytes, no share of backward"
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "least", "says"),
+    [
+        (1.0, 0.0, 1 - 1.25 * 0.7 - 0.01, "1 of them run at once"),  # the second core is free, beside 0.3 of loading
+        (0.71, 0.1, 1 - 1.25 * 0.7 - 0.01, "2 of them run at once"),  # a loader that sleeps needs no core
+        (0.7, 1.3, 0.0, "no core is free"),  # nobody knows whether it sleeps or waits for a core
+    ],
+)
+def test_what_workers_save_at_least_is_what_free_cores_give(
+    tmp_path: Path, own: float, others: float, least: float, says: str
+):
+    text = "loader = DataLoader(rows, batch_size=4)\n"
+    host = HostReading(own_cores=own, other_cores=others)
+    found = scripted(tmp_path, text, Habits(steps=3), host=host, data=0.3, forward=0.7)["waiting-for-data"]
+    assert found.least == pytest.approx(least) and found.most == pytest.approx(0.3)
+    assert says in found.how
 
 
 @pytest.mark.parametrize(

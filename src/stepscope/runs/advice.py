@@ -185,21 +185,21 @@ class _Adviser:
         worked out; None where so many are there now."""
         environment, step_s = self.run.environment, self.step_s
         cores = environment.cpu_cores if environment else 1
-        own = (environment.host.own_cores if environment and environment.host else None) or 1.0
+        host = environment.host if environment else None
+        own, others = (host and host.own_cores) or 1.0, (host and host.other_cores) or 0.0
         rest_s, share = max(step_s - data_s, 1e-9), data_s / step_s
         work_s = step_s * now if now else data_s
         wanted = min(cores, max(2, math.ceil(1.5 * work_s / rest_s)))
         if wanted <= now:
             return None
-        # What the process computes in its waits, by its load: data that is only waited for needs no core.
-        computes = (own - (1 - share)) / share
-        free = wanted if computes < 0.2 else min(wanted, int(cores - min(own, cores)))
+        # What the process computes in its waits, by its load: data that is only waited for needs no core. On a busy
+        # host the process may have waited for a core.
+        computes = (own - (1 - share)) / share if own + others < cores - 0.25 else 1.0
+        free = wanted if computes < 0.2 else min(wanted, int(cores - min(own, cores) - others + 0.5))
         best_s = max(rest_s, work_s / wanted)
         worst_s = 1.25 * max(rest_s, work_s / free) + _HAND_OVER_S if free >= 1 and not now else step_s
-        how = (
-            f"{wanted} workers load beside the step, which takes the longer of the two at best; at worst as many as "
-            f"{max(free, 0)} run at once, a quarter slower"
-        )
+        worst = f"{free} of them run at once, a quarter slower" if free >= 1 else "no core is free for them"
+        how = f"{wanted} workers load beside the step, which takes the longer of the two at best; at worst {worst}"
         return wanted, (1 - worst_s / step_s, 1 - best_s / step_s), how
 
     def batches_by_hand(self) -> Iterator[Advice]:
