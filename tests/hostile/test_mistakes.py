@@ -625,6 +625,17 @@ def test_20_spread_and_outliers_are_said():
     assert "wide-spread" not in kinds(make_run(step=[1.0, 1.5, 1.0, 1.5])), "four steps have no middle half to judge"
 
 
+def test_a_watched_loop_is_told_of_no_option_that_watch_does_not_have():
+    run = make_run(step=[1.0, 1.3, 1.45])
+    assert run.environment is not None
+    gpu = msgspec.structs.replace(run.environment, device_type="cuda", device_name="a new GPU")
+    loop = Evidence(loop=WatchedLoop(why="", modules=("Net",)))
+    watched = msgspec.structs.replace(run, environment=gpu, evidence=loop, device_spec=None)
+    remedies = {found.kind: found.remedy for found in check_run(watched)}
+    assert {"few-samples", "peak-unknown"} <= {*remedies}
+    assert not any(word in remedy for remedy in remedies.values() for word in ("--peak-flops", "raise --steps"))
+
+
 def test_20_a_quiet_machine_is_told_of_no_noise():
     """Steps may differ by themselves, and their median is known all the same."""
     steps = [1.0 + 0.01 * ((i * 37) % 23) for i in range(100)]

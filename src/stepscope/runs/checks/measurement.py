@@ -163,7 +163,7 @@ def sample_of_steps(run: Run) -> Iterator[Finding]:
         yield note(
             "few-samples",
             f"{counted(samples.count, 'step')} {'is' if samples.count == 1 else 'are'} too few to test for drift.",
-            remedy="measure at least 8: raise --steps",
+            remedy=f"measure at least 8: {'--steps FIRST:END' if loop is not None else 'raise --steps'}",
             evidence={"samples": samples.count},
         )
     enough = samples.count >= MINIMUM_FOR_INTERVAL
@@ -396,6 +396,6 @@ def device_limits(run: Run) -> Iterator[Finding]:
         yield note(
             "peak-unknown",
             f"No datasheet peak is known for {environment.device_name} in {dtype}, so no MFU against it is given.",
-            remedy="state it with --peak-flops",
+            remedy="state it with --peak-flops" if run.evidence.loop is None else "measure it: stepscope device",
             evidence={"device": environment.device_name},
         )
