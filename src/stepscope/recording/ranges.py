@@ -97,11 +97,9 @@ if watched():
         _emission.emitters = (NvtxEmitter(),)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Range:
     """A range on every emitter that is set when it begins."""
-
-    __slots__ = ("_emitters", "_name")
 
     name: str
     emitters: tuple[Emitter, ...]
