@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from tqdm import tqdm
 
@@ -104,6 +105,17 @@ class Terminal(io.StringIO):
         return True
 
 
+class Onto(Terminal):
+    """Another stream onto the same terminal."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__()
+        self.terminal = terminal
+
+    def write(self, text: str) -> int:
+        return self.terminal.write(text)
+
+
 def test_where_the_script_draws_a_line_comes_each_half_minute(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TERM", "xterm")
     figures = LiveFigures(run="r", written="2026-11-28T12:00:00Z", stage="running", step=7, idle_s=0.0, step_s=0.5)
@@ -131,3 +143,43 @@ def test_a_line_stands_alone_above_the_scripts_bar(monkeypatch: pytest.MonkeyPat
 def test_a_run_without_live_figures_is_shown_as_it_is():
     done = stepscope("show", next(Path("results/cpu/first").glob("*tiny-b4-s128-fp32*")), "--live")
     assert "no live figures are kept of this run" in done.stderr and "tiny" in done.stdout
+
+
+def test_nothing_of_the_scripts_last_line_is_wiped_away_or_continued(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    figures = LiveFigures(run="r", written="2026-11-28T12:00:00Z", stage="running", step=7, idle_s=0.0, step_s=0.5)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", Onto(terminal))
+    line = watch._LiveLine(terminal)
+    try:
+        print("dots ..", end="")
+        line.show(figures)
+        assert terminal.getvalue() == "dots .."
+        line.say("measured")
+        print("\x1b[32mgreen\x1b[0m")
+        line.show(msgspec.structs.replace(figures, step=8))
+        print("5 %\r10 %", end="")
+        line.say("again")
+        print("\r100 %", end="")
+    finally:
+        line.close()
+    shown = terminal.getvalue().partition("dots ..")[2]
+    wiped = "\r\x1b[2K"
+    assert shown == (
+        f"\nstepscope: measured\n\x1b[32mgreen\x1b[0m\n{wiped}step 8, 500 ms a step{wiped}"
+        f"5 %\r10 %{wiped}stepscope: again\n\r100 %\n"
+    )
+
+
+def test_a_signal_handler_may_print_while_the_script_prints(monkeypatch: pytest.MonkeyPatch):
+    class Interrupted(Terminal):
+        def write(self, text: str) -> int:
+            if text == "loss":
+                print("handler")
+            return super().write(text)
+
+    monkeypatch.setattr("sys.stdout", Interrupted())
+    line = watch._LiveLine(Terminal())
+    print("loss")
+    line.close()
+    assert sys.stdout.getvalue() == "handler\nloss\n"  # type: ignore[attr-defined]

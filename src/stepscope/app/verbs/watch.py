@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -232,24 +233,31 @@ class _Watching:
 _PLAIN_EVERY_S = 30.0
 _ERASED = "\r\x1b[2K"
 """The begin of a terminal's line, of which nothing is left."""
+_DRAWS = re.compile(r"\r(?!\n)|\x1b\[[\d;?]*[^\d;?m]")
+"""What a script writes that draws a line anew: a colour alone does not."""
 
 
 class _LiveLine:
     """The live figures where stderr leads: one line that is renewed, on a terminal on which the script draws nothing;
     elsewhere a line each half minute.
 
-    What the script prints goes above the line, so its streams say when they write, as long as there is one.
+    What the script prints goes above the line, and nothing of it is wiped away or continued: its streams on a terminal
+    tell what they write, from the start.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._said_s, self._step = time.monotonic(), 0
-        self._is_terminal = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._is_terminal = stream.isatty()
+        self._is_renewed = self._is_terminal and os.environ.get("TERM", "dumb") != "dumb"
         self._is_shown = self._script_draws = False
-        self._line_begins = True
-        """Whether the script's next character begins a line."""
-        self._lock = threading.Lock()
+        self._line_begins, self._line_is_drawn = True, False
+        """Whether the script's next character begins a line, and whether its last line is one that it draws anew."""
+        self._lock = threading.RLock()  # A signal handler of the script may print while the script does.
         self._undo: list[Callable[[], None]] = []
+        for each in (sys.stdout, sys.stderr) if self._is_terminal else ():
+            if each is not None:
+                self._listen(each)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._leave_alone)
 
@@ -259,7 +267,7 @@ class _LiveLine:
         from stepscope.runs.live import live_line
 
         draws = self._script_draws or bool(progress_bars()) or live.steps_of in ("the Trainer", "Lightning")
-        if self._is_terminal and not (draws or "rich.live" in sys.modules):
+        if self._is_renewed and not (draws or "rich.live" in sys.modules):
             if live.step != self._step:  # Otherwise the script may be waiting for somebody to type.
                 self._renew(live_line(live))
             self._step = live.step
@@ -273,33 +281,38 @@ class _LiveLine:
         drawn = bool(getattr(tqdm, "_instances", ()))
         aside = tqdm.external_write_mode(file=sys.stderr) if tqdm is not None and drawn else contextlib.nullcontext()
         with aside, self._lock:
-            if self._is_terminal and self._line_begins:
-                self._erase()
+            self._begin_line()
             warn(line, self._stream)
 
     def close(self) -> None:
-        """Take the line away, and let the script's streams be."""
+        """Take the line away, end the script's own, and let its streams be."""
         for undo in self._undo:
             undo()
         self._undo.clear()
         with self._lock:
-            if self._is_shown:
-                self._erase()
+            if self._is_shown or not self._line_begins:
+                self._line_is_drawn = False
+                self._begin_line()
+
+    def _begin_line(self) -> None:
+        """Let what follows begin a line, which ends one that the script has begun."""
+        if self._is_terminal and not (self._line_begins or self._line_is_drawn):
+            self._write("\n")
+            self._line_begins = True
+        elif self._is_renewed:
+            self._erase()
 
     def _renew(self, line: str) -> None:
-        if not self._undo:
-            for stream in filter(None, (sys.stdout, sys.stderr)):
-                self._listen(stream)
         with self._lock:
             if self._line_begins:
                 width = shutil.get_terminal_size().columns
                 with contextlib.suppress(OSError):
-                    width = os.get_terminal_size(self._stream.fileno()).columns
+                    width = os.get_terminal_size(self._stream.fileno()).columns or width
                 self._write(f"{_ERASED}{line[: width - 1]}")
                 self._is_shown = True
 
     def _listen(self, stream: TextIO) -> None:
-        """Let a stream of the script take the line away before it writes on the same terminal."""
+        """Let a stream of the script take the line away before it writes on a terminal."""
         if not stream.isatty():
             return
         original = stream.write
@@ -308,8 +321,7 @@ class _LiveLine:
             with self._lock:
                 if self._is_shown:
                     self._erase()
-                self._script_draws = self._script_draws or "\r" in text or "\x1b[" in text
-                self._line_begins = text.endswith("\n") if text else self._line_begins
+                self._note(text)
                 return original(text)
 
         def undo() -> None:
@@ -318,6 +330,13 @@ class _LiveLine:
 
         stream.write = write
         self._undo.append(undo)
+
+    def _note(self, text: str) -> None:
+        """Keep in mind how the script's last line stands, of which this is written now."""
+        _, ended, last = text.rpartition("\n")
+        self._script_draws = self._script_draws or _DRAWS.search(text) is not None
+        self._line_is_drawn = (self._line_is_drawn and not ended) or _DRAWS.search(last) is not None
+        self._line_begins = text.endswith(("\n", "\r")) if text else self._line_begins
 
     def _erase(self) -> None:
         self._write(_ERASED)
@@ -330,7 +349,8 @@ class _LiveLine:
 
     def _leave_alone(self) -> None:
         """In a child that was forked: another thread may have held the lock."""
-        self._lock, self._is_shown, self._is_terminal = threading.Lock(), False, False
+        self._lock, self._is_shown = threading.RLock(), False
+        self._is_terminal = self._is_renewed = False
 
 
 def _end_as(ended: BaseException | None, *, reported: bool = False) -> NoReturn:
