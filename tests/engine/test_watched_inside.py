@@ -1,5 +1,6 @@
 """`with stepscope.watch(...)`: two lines round a loop."""
 
+import shutil
 import subprocess
 import sys
 import time
@@ -37,6 +38,29 @@ def test_two_lines_make_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         f"by 5 steps; the script goes on alone: stepscope show {directory}"
     )
     assert nothing_is_left(model, optimizer)
+
+
+def test_a_run_is_judged_before_the_process_can_be_killed_and_its_place_is_where_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepscope.watch(model, optimizer, steps=(3, 8), runs=tmp_path / "runs") as watched:
+        for step in range(12):
+            train_step(model, optimizer)
+            time.sleep(0.02)
+            if step == 8:
+                (file,) = (tmp_path / "runs").glob("*/run.json")
+                killed = load_run(file)
+                shutil.rmtree(tmp_path / "runs")
+    assert killed.finding("rest-is-large") is not None and killed.summary
+    assert killed.evidence.notes == ("what follows these steps, which is written once it is over",)
+    assert watched.run is not None and watched.run.finding("rest-is-large") and not watched.run.evidence.notes
+    refused, soon, end = capsys.readouterr().err.splitlines()
+    place = Path(refused.partition("the run was saved as ")[2]).parent
+    assert load_run(place) == watched.run
+    assert soon.endswith(f"stepscope show {place}") and end.endswith(f"; saved in {place}")
+    shutil.rmtree(place)
 
 
 def watched_until_an_exception(runs: Path, steps: tuple[int, int], *, after: int) -> Watched:

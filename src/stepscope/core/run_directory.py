@@ -73,10 +73,18 @@ def encode_run(run: Run) -> bytes:
     return msgspec.json.format(msgspec.json.encode(run), indent=1) + b"\n"
 
 
+class RescuedRun(StepscopeError):
+    """A run that could not be written where it belongs. directory: the one that holds it; None where it was printed."""
+
+    def __init__(self, message: str, directory: Path | None = None) -> None:
+        super().__init__(message)
+        self.directory = directory
+
+
 def save_run(run: Run, directory: Path, *, rescue: bool = True) -> Path:
     """Write run.json atomically. If the disk refuses, the run goes to a private temporary folder, or at last to stderr.
 
-    Raises StepscopeError (exit 2) that names where the measurement went; nothing measured is lost. Without `rescue`,
+    Raises RescuedRun (exit 2) that names where the measurement went; nothing measured is lost. Without `rescue`,
     for a run that holds no measurement yet, raises InputError.
     """
     data = encode_run(run)
@@ -92,8 +100,8 @@ def save_run(run: Run, directory: Path, *, rescue: bool = True) -> Path:
         refuge = _write_in_a_private_folder(data)
     except OSError:
         sys.stderr.write(data.decode())
-        raise StepscopeError(f"{reason}; no temporary file could be written either, so the run stands above") from None
-    raise StepscopeError(f"{reason}; the run was saved as {refuge}")
+        raise RescuedRun(f"{reason}; no temporary file could be written either, so the run stands above") from None
+    raise RescuedRun(f"{reason}; the run was saved as {refuge}", refuge.parent)
 
 
 def _write_in_a_private_folder(data: bytes) -> Path:

@@ -30,7 +30,6 @@ from stepscope.core.device_spec import find_device_spec
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import (
     InputError,
-    StepscopeError,
     choose,
     install_places,
     named_line,
@@ -50,7 +49,7 @@ from stepscope.core.formulas import Work
 from stepscope.core.precisions import Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, STEP
 from stepscope.core.run import Run
-from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, create_run_directory, save_run
+from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RescuedRun, create_run_directory, save_run
 from stepscope.core.units import counted, format_seconds
 from stepscope.core.user_model import code_folder
 from stepscope.core.workloads import Input, UserModel, WatchedWorkload
@@ -313,12 +312,18 @@ class _Live:
 
     def _run(self) -> None:
         try:
+            is_told = False
             with free_memory(self._gpu) as left:
                 while not self._over.wait(_EVERY_S):
                     live = self._read(left)
-                    write_live(live, self._draft.directory)
                     if self._show is not None:
                         self._show(live)
+                    try:
+                        write_live(live, self._draft.directory)
+                    except OSError as error:  # The disk may be full for a while.
+                        if not is_told:
+                            self._say(f"live figures cannot be written: {one_line(error)}")
+                        is_told = True
         except Exception as error:  # The script goes on, whatever becomes of its figures.
             if not self._over.is_set():
                 self._say(f"no more live figures: {one_line(error)}")
@@ -403,6 +408,8 @@ class WatchedRun:
         """The run; None until its times are complete, or the loop has ended."""
         self.why_not: str | None = None
         """The reason why nothing was measured."""
+        self.saved_in: Path | None = None
+        """The directory that holds the run as it was saved last."""
         self.was_told = False
         """Whether the user was told the reason at once."""
         records = bool(request.trace.tools or request.memory)
@@ -618,8 +625,13 @@ class WatchedRun:
             draft.note(f"{missing} that {'was' if asked == 1 else 'were'} asked for, since the loop ended before")
         if count >= asked:
             draft.set(status="done")
-            draft.save_meanwhile()
             self._hand_out(draft.run, last=False)
+            # The process may be killed before the rest is known.
+            known = draft.run
+            draft.note("what follows these steps, which is written once it is over")
+            draft.run = _judged(draft.run)
+            draft.save_meanwhile()
+            draft.run = known
 
     def finish(self) -> None:
         """Write the run with its findings, and say so, since the loop may go on for days."""
@@ -628,7 +640,8 @@ class WatchedRun:
             self._live.go_on()
         if self.run is not None and (words := rate_words(self.run)) and os.environ.get("RANK", "0") == "0":
             steps = counted(self.run.samples["step"].count, "step")
-            self._say(f"measured: {words}, by {steps}; the script goes on alone: stepscope show {self.directory}")
+            shown = f": stepscope show {self.saved_in}" if self.saved_in is not None else ""
+            self._say(f"measured: {words}, by {steps}; the script goes on alone{shown}")
 
     def _finish(self) -> None:
         """Write the run with its findings: everything is measured, or the loop has ended."""
@@ -636,11 +649,11 @@ class WatchedRun:
         assert draft is not None
         if draft.run.status == "unfinished":
             draft.set(status="done")
-        run = msgspec.structs.replace(draft.run, summary=summarise(draft.run))
-        self.run = draft.run = msgspec.structs.replace(run, findings=check_run(run))
+        self.run = draft.run = _judged(draft.run)
         try:
-            save_run(self.run, draft.directory)
-        except StepscopeError as error:
+            self.saved_in = save_run(self.run, draft.directory).parent
+        except RescuedRun as error:
+            self.saved_in = error.directory
             self._say(str(error))
         self._hand_out(self.run, last=True)
 
@@ -653,6 +666,12 @@ class WatchedRun:
                 write_metrics(run, self.request.metrics)
             except InputError as error:
                 self._say(str(error))
+
+
+def _judged(run: Run) -> Run:
+    """The run with its figures and findings."""
+    run = msgspec.structs.replace(run, summary=summarise(run))
+    return msgspec.structs.replace(run, findings=check_run(run))
 
 
 def _evaluated(seconds: Sequence[float], called: Iterable[tuple[str, str]]) -> Evaluated | None:
@@ -790,7 +809,7 @@ class Watched:
             if not self._watched.was_told:
                 self._say(f"nothing was measured: {self.why_not}")
         else:
-            self._say(f"{self!r}; saved in {self.directory}")
+            self._say(f"{self!r}; saved in {self._watched.saved_in}")
 
     def __enter__(self) -> Self:
         self.start()

@@ -133,8 +133,13 @@ def _duration(seconds: float) -> str:
 def write_live(live: LiveFigures, directory: Path) -> None:
     """Write the figures in place of those before. Raises OSError. The disk may keep them in mind: they are soon old."""
     temporary = directory / f".{LIVE_FILE}.{live.pid}.tmp"
-    temporary.write_bytes(msgspec.json.encode(live) + b"\n")
-    temporary.replace(directory / LIVE_FILE)
+    try:
+        temporary.write_bytes(msgspec.json.encode(live) + b"\n")
+        temporary.replace(directory / LIVE_FILE)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_live(directory: Path) -> LiveFigures | None:

@@ -17,7 +17,7 @@ import pytest
 from tqdm import tqdm
 
 from stepscope.app.verbs import watch
-from stepscope.runs.live import LIVE_FILE, LiveFigures, read_live
+from stepscope.runs.live import LIVE_FILE, LiveFigures, read_live, write_live
 from tests.command import stepscope
 
 SCRIPT = """
@@ -183,3 +183,11 @@ def test_a_signal_handler_may_print_while_the_script_prints(monkeypatch: pytest.
     print("loss")
     line.close()
     assert sys.stdout.getvalue() == "handler\nloss\n"  # type: ignore[attr-defined]
+
+
+def test_live_figures_survive_a_disk_that_is_full_for_a_while(tmp_path: Path):
+    figures = LiveFigures(run="r", written="2026-11-28T12:00:00Z", stage="running", step=7, idle_s=0.0)
+    with pytest.raises(OSError):
+        write_live(figures, tmp_path / "gone")
+    write_live(figures, tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == [LIVE_FILE]

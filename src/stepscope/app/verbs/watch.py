@@ -212,14 +212,14 @@ class _Watching:
                 if not watched.was_told:
                     self._say(f"nothing was measured: {watched.why_not}")
             elif os.environ.get("RANK", "0") != "0":
-                self._say(f"rank {os.environ['RANK']} was measured: {directory}")
+                self._say(f"rank {os.environ['RANK']} was measured: {watched.saved_in}")
             elif self._stream is not None:
                 from stepscope.core.answer import Line
                 from stepscope.rendering.terminal import render_answer
                 from stepscope.runs.answer import answer_run
                 from stepscope.runs.live import first_lines
 
-                answer = answer_run(run, str(directory))
+                answer = answer_run(run, str(watched.saved_in) if watched.saved_in is not None else None)
                 lead = tuple(Line(line, "strong") for line in first_lines(run, directory))
                 show(render_answer(msgspec.structs.replace(answer, lead=(*lead, *answer.lead))), self._stream)
         except Exception as error:  # The process must end as the script ended, even if its run cannot be shown.
