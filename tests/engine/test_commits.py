@@ -12,7 +12,7 @@ import pytest
 
 from stepscope.core.errors import InputError
 from stepscope.core.run_directory import find_run_files, load_run
-from stepscope.engine.commits import Repository, checkouts
+from stepscope.engine.commits import Repository, checkouts, refresh
 
 COMMAND = [sys.executable, "-m", "stepscope", "compare"]
 MODEL = "WIDTH = 64\n"
@@ -50,6 +50,8 @@ def repository(tmp_path: Path) -> Path:
     git(place, "add", ".")
     git(place, "commit", "-qm", "Train two layers")
     (place / "model.py").write_text(MODEL.replace("64", "96"))
+    (place / "later.py").write_text("")
+    git(place, "add", ".")
     git(place, "commit", "-qam", "Widen the model")
     return place
 
@@ -96,6 +98,8 @@ def test_what_cannot_be_measured_is_one_line(repository: Path):
         (("HEAD", "--share", "none", "--", "train.py"), "--share none: it is not there"),
         (("HEAD", "--share", "model.py", "--", "train.py"), "git tracks it"),
         (("HEAD", "--"), "no script behind --"),
+        (("--", "train.py"), "no commit before --"),
+        (("HEAD~1", "HEAD", "--", "python", "later.py"), "later.py is not there at HEAD~1"),
         (("HEAD", "--", "stepscope", "show", "last"), "stores no run of a step"),
         (("HEAD", "--across", "dtype", "--", "train.py"), "--across says nothing with a script"),
         (("HEAD", "--processes", "3"), "name a script behind --"),
@@ -120,6 +124,7 @@ def test_what_cannot_be_measured_is_one_line(repository: Path):
 def test_a_script_that_ends_early_says_why_and_what_to_do(repository: Path, first: str, fault: str):
     (repository / "train.py").write_text(f"{first}\n")
     git(repository, "commit", "-qam", "Break the script")
+    (repository / "train.py").write_text("raise SystemExit(4)\n")
     (repository / "fast.cpython-311.so").write_bytes(b"")
     (repository / ".git" / "info" / "exclude").write_text("*.so\neditable\n")
     (repository / "editable").mkdir()
@@ -129,21 +134,47 @@ def test_a_script_that_ends_early_says_why_and_what_to_do(repository: Path, firs
     (hook / "sitecustomize.py").write_text(f"import sys\nsys.path.append({str(repository)!r})\n")
     places = [str(hook), *filter(None, [os.environ.get("PYTHONPATH")])] if "editable" in first else []
     variables = {"PYTHONPATH": os.pathsep.join(places)} if places else {}
-    done = compare(repository, "HEAD", "HEAD~1", "--", "train.py", **variables)
+    # An absolute path is that of the worktree, whatever lies in the folder; a hook's variables say nothing.
+    script = str(repository / "train.py")
+    done = compare(repository, "HEAD", "HEAD~1", "--", "python", script, GIT_DIR="nowhere", **variables)
     assert done.returncode == 2 and fault in done.stderr.splitlines()[-1], done.stderr
+    git(repository, "checkout", "-q", ".")
     assert is_left_clean(repository)
 
 
 def test_a_changed_folder_is_a_side_of_its_own(repository: Path, monkeypatch: pytest.MonkeyPatch):
     (repository / "model.py").write_text("WIDTH = 128\n")
     monkeypatch.chdir(repository)
-    with checkouts(Repository.here(), ["HEAD", "."]) as (head, folder):
+    hook = repository / ".git" / "hooks" / "post-checkout"
+    hook.write_text("#!/bin/sh\nexit 1\n")
+    hook.chmod(0o755)
+    with checkouts(Repository.here(), ["HEAD", "."], [Path("data.bin")]) as (head, folder):
         assert folder.root == repository.resolve() != head.root
         assert (head.root / "model.py").read_text() == MODEL.replace("64", "96")
+        (head.root / "checkpoint.pt").touch()
+        (head.root / "model.py").unlink()
+        refresh(Repository.here(), head)
+        assert sorted(file.name for file in head.root.iterdir() if not file.name.startswith(".")) == [
+            "data.bin", "later.py", "model.py", "train.py",
+        ]  # fmt: skip
         commit = head.commit[:10]
         assert (head.folder, folder.folder) == (f"HEAD-{commit}", f"working-tree-{commit}")
+    assert (repository / "data.bin").read_bytes() == bytes(range(64))
     with pytest.raises(InputError, match="no git repository"):
         Repository.here(repository.parent)
+
+
+def test_a_clone_without_its_history_says_how_to_get_it(repository: Path):
+    for options, name, remedy in (
+        (("--depth", "1"), "HEAD~1", "the clone is shallow: git fetch --unshallow"),
+        (("--no-checkout",), "trunk", "origin/trunk names one"),
+    ):
+        place = repository.parent / options[0]
+        git(repository.parent, "clone", "-q", *options, f"file://{repository}", str(place))
+        git(place, "checkout", "-q", "--detach")
+        git(place, "branch", "-qD", "trunk")
+        with pytest.raises(InputError, match=remedy):
+            Repository.here(place).commit(name)
 
 
 @pytest.mark.slow

@@ -48,6 +48,8 @@ class Checkout:
     """As the user wrote it."""
     commit: str
     root: Path
+    shared: tuple[Path, ...] = ()
+    """Paths that git does not track, and that its worktree has links to."""
 
     @property
     def title(self) -> str:
@@ -83,10 +85,17 @@ class Repository:
 
     def commit(self, name: str) -> str:
         """The commit that a name means. Raises InputError where it means none."""
-        return _git(
-            self.root, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}",
-            what=f"{name!r} names no commit of {self.root}",
-        )  # fmt: skip
+        what, verify = f"{name!r} names no commit of {self.root}", ("rev-parse", "--verify", "--quiet")
+        try:
+            return _git(self.root, *verify, f"{name}^{{commit}}", what=what)
+        except InputError as error:
+            remedy = ""
+            if _git(self.root, "rev-parse", "--is-shallow-repository", what=what) == "true":
+                remedy = "; the clone is shallow: git fetch --unshallow --tags (`fetch-depth: 0` in a workflow)"
+            with contextlib.suppress(InputError):
+                _git(self.root, *verify, f"refs/remotes/origin/{name}", what="")
+                remedy = f"; origin/{name} names one"
+            raise InputError(f"{error}{remedy}") from None
 
     @property
     def changed(self) -> list[str]:
@@ -96,16 +105,26 @@ class Repository:
 
 
 def _git(folder: Path, *arguments: str, what: str) -> str:
+    # No hook of the user's runs; and in one of git's own, its variables name another repository and another folder.
+    command = ["git", "-C", str(folder), "-c", f"core.hooksPath={os.devnull}", *arguments]
     try:
         answer = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False, timeout=300
+            command, capture_output=True, text=True, errors="replace", check=False, timeout=300, env=_without_git()
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise InputError(f"{what}: {one_line(error)}") from error
     if answer.returncode:
         said = answer.stderr.strip().splitlines()
+        if "safe.directory" in answer.stderr:
+            raise InputError(f"git refuses {folder}, which belongs to another user: {said[-1].strip()}")
         raise InputError(f"{what}{f': {said[-1]}' if said else ''}")
     return answer.stdout.strip()
+
+
+def _without_git() -> dict[str, str]:
+    """The environment without what a hook, or `git rebase --exec`, says of its own repository."""
+    places = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY")
+    return {name: value for name, value in os.environ.items() if name not in places}
 
 
 @contextlib.contextmanager
@@ -138,7 +157,9 @@ def checkouts(repository: Repository, names: Sequence[str], shared: Sequence[Pat
                 repository.root, "worktree", "add", "--quiet", "--detach", str(root), commit,
                 what=f"no worktree of {name} can be made",
             )  # fmt: skip
-            made.append(Checkout(name=name, commit=commit, root=root.resolve()))
+            made.append(Checkout(name=name, commit=commit, root=root.resolve(), shared=tuple(shared)))
+            if not (root / repository.below).is_dir():
+                raise InputError(f"{name} has no folder {repository.below}: stand in one that each commit has")
             if (root / ".gitmodules").exists():
                 _git(
                     root, "submodule", "update", "--init", "--recursive", "--quiet",
@@ -192,6 +213,12 @@ def measure_in_turns(
     a run that was measured to the end.
     """
     turns = Turns(runs={side.name: [] for side in sides})
+    for word in words:
+        lacking = [
+            side for side in sides if not Path(side.root, repository.below, _at(side, repository, word)).is_file()
+        ]
+        if word.endswith(".py") and 0 < len(lacking) < len(sides):
+            raise InputError(f"{word} is not there at {lacking[0].title}")
     with tempfile.TemporaryDirectory(prefix="stepscope-caches-") as caches:
         try:
             for number in range(processes):
@@ -212,12 +239,21 @@ def measure_in_turns(
     return turns
 
 
+def refresh(repository: Repository, side: Checkout) -> None:
+    """Take from a worktree what an earlier process left there: a checkpoint to go on from, a folder that it made."""
+    if side.root != repository.root:
+        _git(side.root, "reset", "--hard", "--quiet", what=f"the worktree of {side.name} cannot be reset")
+        _git(side.root, "clean", "-ffdxq", what=f"the worktree of {side.name} cannot be cleaned")
+        _link(repository, side.root, side.shared)
+
+
 def _one(repository: Repository, side: Checkout, words: Sequence[str], folder: Path, caches: Path) -> tuple[Run, Path]:
     """One process, and its run."""
+    refresh(repository, side)
     before = {*find_run_files(folder)} if folder.exists() else set[Path]()
     foreign = caches / "foreign.json"
     foreign.unlink(missing_ok=True)
-    verb, *rest = words
+    verb, *rest = (_at(side, repository, word) for word in words)
     process = subprocess.Popen(
         [sys.executable, "-m", "stepscope.engine.commits", verb, "--runs", str(folder), *rest],
         cwd=side.root / repository.below, env=_environment(repository, side, caches, foreign),
@@ -247,6 +283,16 @@ def _one(repository: Repository, side: Checkout, words: Sequence[str], folder: P
             f"{' | '.join(last)}{_missing(output, repository)}"
         )
     return done[-1]
+
+
+def _at(side: Checkout, repository: Repository, word: str) -> str:
+    """A word of the command, at this side: an absolute path of a tracked file in the repository is the worktree's."""
+    name, sign, place = word.rpartition("=")
+    if not Path(place).is_absolute() or not (inside := Path(os.path.realpath(place))).is_relative_to(repository.root):
+        return word
+    there = _moved(inside, repository, side)
+    tracked = there.exists() or _git(repository.root, "ls-files", "--", str(inside), what="git ls-files fails")
+    return f"{name}{sign}{there}" if tracked else word
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
@@ -280,7 +326,7 @@ def _missing(output: str, repository: Repository) -> str:
 
 def _environment(repository: Repository, side: Checkout, caches: Path, foreign: Path) -> dict[str, str]:
     """The process's environment: imports come from the worktree, and what is compiled is kept apart."""
-    environment = dict(os.environ)
+    environment = _without_git()
     for variable, folder in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         environment[variable] = str(caches / side.folder / folder)
     if side.root == repository.root:

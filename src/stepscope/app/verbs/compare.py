@@ -140,9 +140,11 @@ def _measured(
     repository = Repository.here()
     with checkouts(repository, names, share) as sides:
         turns = measure_in_turns(repository, sides, [verb, *rest], out=runs, processes=processes, tell=tell)
+    folders = " ".join(shlex.quote(str(runs / side.folder)) for side in sides if turns.runs[side.name])
     if not all(turns.runs.values()):
+        if folders:
+            warn(f"the runs of one side are kept: {folders}")
         raise KeyboardInterrupt
-    folders = " ".join(shlex.quote(str(runs / side.folder)) for side in sides)
     warn(f"its runs are kept: stepscope compare {folders} --across code")
     found = [
         Side(name=side.name, kind=side.commit[:10], runs=tuple(turns.runs[side.name]), measured_now=True)
@@ -224,8 +226,9 @@ def command(
     end = sides.index("--") if "--" in sides else len(sides)
     names, words = sides[:end], sides[end + 1 :]
     interrupted = False
-    if "--" in sides and not words:
-        raise InputError("there is no script behind --: name what is measured at both commits")
+    if "--" in sides and not (names and words):
+        missing = "script behind" if names else "commit before"
+        raise InputError(f"there is no {missing} --: write stepscope compare main HEAD -- python train.py")
     now = "is for what is measured now: name a script behind --"
     unread = {"--across": "says nothing with a script, whose commits may differ in anything: leave it out"}
     for flag, why in (unread if words else {"--processes": now, "--share": now}).items():
