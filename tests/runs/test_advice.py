@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from stepscope.app.verbs.stored_runs import show
 from stepscope.core.environment import HostReading
 from stepscope.core.errors import InputError
-from stepscope.core.evidence import Evidence, Habits, RestLine, SourceFile, WatchedLoop
+from stepscope.core.evidence import Evidence, Habits, RestLine, Saved, SourceFile, WatchedLoop
 from stepscope.core.formulas import Work
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
@@ -222,18 +222,20 @@ def test_statements_move_below_autocast(tmp_path: Path):
 
 
 def scripted(
-    folder: Path, text: str, habits: Habits, library: str = "", host: HostReading | None = None, **shares: float
-) -> dict[str, made.Advice]:
+    folder: Path, text: str, habits: Habits, library: str = "", *, host: HostReading | None = None,
+    saved: Saved | None = None, **shares: float | list[float],
+) -> dict[str, made.Advice]:  # fmt: skip
     """The advice on a script whose step of 0.1 s has these parts, by the kinds."""
     (folder / "train.py").write_text(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    loop = WatchedLoop(why="", modules=("GPT",), optimizers=("AdamW",), library=library,
+    loop = WatchedLoop(why="", modules=("GPT",), optimizers=("AdamW",), library=library, saved=saved,
                        sources=(SourceFile(path="train.py", digest=digest),))  # fmt: skip
-    shares["step"] = 1.0
+    shares.setdefault("step", 1.0)
+    values = {name: share if isinstance(share, list) else [share] * 20 for name, share in shares.items()}
     run = make_run(
         workload=WatchedWorkload(model=UserModel(name="GPT"), dtype="fp32", compile="eager", program="train.py"),
         evidence=Evidence(loop=loop, habits=habits),
-        samples={name: Samples(values_s=(0.1 * share,) * 20, clock="") for name, share in shares.items()},
+        samples={name: Samples(values_s=tuple(0.1 * each for each in of), clock="") for name, of in values.items()},
         work={"forward": Work(flops=100)},
     )
     assert run.environment is not None
@@ -293,6 +295,43 @@ def test_what_workers_save_at_least_is_what_free_cores_give(
     found = scripted(tmp_path, text, Habits(steps=3), host=host, data=0.3, forward=0.7)["waiting-for-data"]
     assert found.least == pytest.approx(least) and found.most == pytest.approx(0.3)
     assert says in found.how
+
+
+@pytest.mark.parametrize(
+    ("text", "library", "says", "line"),
+    [
+        (
+            "TrainingArguments('out', save_steps=20)\n",
+            "transformers",
+            ("TrainingArguments(save_steps=200)", ":1"),
+            "+TrainingArguments('out', save_steps=200)",
+        ),
+        (
+            "ModelCheckpoint(every_n_train_steps=5)\n",
+            "lightning",
+            ("ModelCheckpoint(every_n_train_steps=50)", ":1"),
+            "+ModelCheckpoint(every_n_train_steps=50)",
+        ),
+        ("TrainingArguments('out')\n", "transformers", ("save a tenth as often", ":1"), ""),
+        ("if step % 10 == 0:\n    torch.save(x, path)\n", "", ("save a tenth as often", ":2"), ""),
+    ],
+)
+def test_checkpoints_that_take_a_share_of_the_time_are_written_less_often(
+    tmp_path: Path, text: str, library: str, says: tuple[str, str], line: str
+):
+    saved = Saved(where=f"{tmp_path.name}/train.py:2", steps=2, of=20, median_s=0.02)
+    if library:
+        saved = replace(saved, where=f"lib/save.py:7 (from {tmp_path.name}/train.py:1)")
+    rest = [0.1] * 18 + [0.6] * 2
+    found = scripted(
+        tmp_path, text, Habits(steps=3), library, saved=saved, forward=0.9, rest=rest, step=[0.9 + r for r in rest]
+    )["saves-often"]
+    assert (found.put, found.where[-2:]) == says
+    assert found.most == pytest.approx(0.9 * 2 * 0.05 / 2.1), "by what these steps take more"
+    assert found.least == pytest.approx(0.8 * 2 * 0.02 / 2.1), "by torch.save alone"
+    assert line in made.patch([found])[0].splitlines() if line else found.no_patch
+    rare = replace(saved, steps=1, median_s=0.002)
+    assert "saves-often" not in scripted(tmp_path, text, Habits(steps=3), library, saved=rare, forward=0.9, rest=0.1)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from stepscope.core.answer import Answer, Line, table_of
 from stepscope.core.errors import InputError, portable_path
 from stepscope.core.range_names import BACKWARD, DATA, FORWARD, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run
-from stepscope.core.units import format_bytes, format_share
+from stepscope.core.units import format_bytes, format_seconds, format_share
 from stepscope.runs import metrics
 from stepscope.runs.checks.loops import run_again
 from stepscope.runs.script import Edit, Found, Script, Source, Unsure, edited, last_name
@@ -94,12 +94,18 @@ class _Adviser:
 
     @cached_property
     def noise(self) -> float:
-        """How far two measurements of one step may differ, as a share: both have the interval of this one."""
-        samples = metrics.samples_of(self.run, STEP)
+        """How far two measurements of one step may differ, as a share: both have the interval of this one, and on a
+        busy host the other one may be given another share of the cores."""
+        samples, environment = metrics.samples_of(self.run, STEP), self.run.environment
         interval = samples.interval() if samples else None
         if interval is None or samples is None or not samples.median_s:
-            return max(0.1, (samples.spread if samples else None) or 0.0)
-        return max(0.02, 2 * interval.half_width / samples.median_s)
+            noise = max(0.1, (samples.spread if samples else None) or 0.0)
+        else:
+            noise = max(0.02, 2 * interval.half_width / samples.median_s)
+        busy = self.run.finding("host-busy")
+        if busy is not None and environment is not None and isinstance(others := busy.evidence["other_cores"], float):
+            noise = max(noise, others / environment.cpu_cores)
+        return noise
 
     @property
     def cuda(self) -> bool:
@@ -577,6 +583,47 @@ class _Adviser:
             "trains otherwise",
         )
 
+    def saving(self) -> Iterator[Advice]:
+        """Checkpoints that are written so often that the steps between them show it."""
+        loop, rest = self.run.evidence.loop, metrics.samples_of(self.run, REST)
+        saved = loop.saved if loop is not None else None
+        if saved is None or rest is None or not rest.count:
+            return
+        # What a library writes beside torch.save, as safetensors, is in the rest of the same steps.
+        beyond = sorted((value - (rest.median_s or 0.0) for value in rest.values_s), reverse=True)[: saved.steps]
+        known_s, all_s = saved.steps * saved.median_s, rest.count * self.step_s
+        most = 0.9 * max(known_s, sum(beyond)) / all_s
+        if most < 0.02:
+            return
+        library = self.script.library
+        setting, of = {
+            "transformers": ("save_steps", "TrainingArguments"),
+            "lightning": ("every_n_train_steps", "ModelCheckpoint"),
+        }.get(library, ("", ""))
+        found, why = None, ""
+        try:
+            if setting:
+                found = self.script.arguments() if library == "transformers" else self.script.only(of.__eq__, of)
+        except Unsure as error:
+            why = str(error)
+        usual = found.constant(setting) if found is not None else None
+        put = f"{of}({setting}={10 * usual})" if isinstance(usual, int) else "save a tenth as often"
+
+        def place() -> tuple[str, tuple[Edit, ...]]:
+            if found is None or not isinstance(usual, int):
+                where = found.where if found is not None else self.script.line_of(saved.where)
+                raise Unsure(why or "where the script decides that is not known", where)
+            return found.where, (found.edit(setting, str(10 * usual)),)
+
+        yield self.make(
+            "saves-often",
+            put,
+            place,
+            (0.8 * known_s / all_s, most),
+            f"{saved}; they take {format_seconds(sum(beyond) / len(beyond))} more than the others, and a tenth of them "
+            "would be left",
+        )
+
     def all(self) -> list[Advice]:
         makers = (
             self.workers,
@@ -589,6 +636,7 @@ class _Adviser:
             self.compiled,
             self.host_waits,
             self.logging,
+            self.saving,
         )
         return sorted((one for make in makers for one in make()), key=lambda one: -one.expected)
 

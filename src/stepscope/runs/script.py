@@ -262,6 +262,13 @@ class Script:
             )
         return found[0]
 
+    def line_of(self, where: str) -> str:
+        """The line of the script that a run names in this way, which may stand behind a library's; empty where it is
+        none of the script's."""
+        path, _, line = where.removesuffix(")").rpartition("(from ")[2].rpartition(":")
+        names = (source.name for source in self.sources if portable_path(str(source.path)) == path)
+        return next((f"{name}:{line}" for name in names), "")
+
     def batch_call(self, where: str) -> Found | None:
         """The call in this line, as a run names it, whose results are given to another call by the same names: a batch
         that goes to the model."""
