@@ -131,6 +131,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     apart: bool = False
     """Whether the figure is shown, and not counted with the others: its point is hollow."""
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it has a place on the axis y."""
+        return not self.missing and math.isfinite(self.y)
+
 
 class Span(msgspec.Struct, frozen=True):
     """A named stretch of the axis x, such as a phase of the step."""

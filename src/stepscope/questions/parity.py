@@ -182,7 +182,7 @@ class _Watching(Recorder):
     """Tells of what goes into each module of a step, what comes out, and of the gradients of that."""
 
     def __init__(self, step: ModuleStep, report: Told) -> None:
-        self._scaler, self._told = step.scaler, report
+        self._scaler, self._report = step.scaler, report
         self._micro, self._in_forward = -1, False
         self._calls: Counter[str] = Counter()
 
@@ -199,7 +199,7 @@ class _Watching(Recorder):
         """A hook before a module's forward."""
         if self._in_forward:
             for leaf, tensor in _floats((args, kwargs)):
-                self._told(Event("input", path, self._calls[path], leaf), self._micro, tensor)
+                self._report(Event("input", path, self._calls[path], leaf), self._micro, tensor)
 
     def leave(self, path: str, _module: object, _args: object, output: Any) -> None:
         """A hook behind a module's forward."""
@@ -208,13 +208,13 @@ class _Watching(Recorder):
         call, micro = self._calls[path], self._micro
         self._calls[path] += 1
         for leaf, tensor in _floats(output):
-            self._told(Event("output", path, call, leaf), micro, tensor)
+            self._report(Event("output", path, call, leaf), micro, tensor)
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._come_back, Event("gradient", path, call, leaf), micro))
 
     def _come_back(self, event: Event, micro: int, gradient: Tensor) -> None:
         scaler = self._scaler
-        self._told(event, micro, gradient / scaler.get_scale() if scaler.is_enabled() else gradient)
+        self._report(event, micro, gradient / scaler.get_scale() if scaler.is_enabled() else gradient)
 
 
 def _floats(value: Any) -> Iterator[tuple[int, Tensor]]:
@@ -410,15 +410,15 @@ def _first_departure(judged: Judged, departure: Departure) -> Finding:
         )
         return warning("first-departure", sentence, {"compared": departure.compared})
     amount = f"by {share(departure.off)}, where rounding moves it by {share(departure.rounding)}"
-    before = ""
-    if departure.before and not _has_input(departure):
+    before, last = "", departure.before
+    has_input = last is not None and (last.what, last.module) == ("input", event.module)
+    if last is not None and not has_input:
         of = {"input": "what goes into", "output": "the output of", "gradient": "the gradient of the output of"}
-        last = departure.before
         before = f" The last that agrees is {of[last.what]} {_named(last.module)}."
     remedy = ""
     if event.what == "output":
         sentence = f"With {name} {_named(event.module)} is the first module to depart: its output is off {amount}"
-        sentence += ", and what goes into it agrees." if _has_input(departure) else "."
+        sentence += ", and what goes into it agrees." if has_input else "."
         module = _module(judged, event.module)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and judged.variant.accumulation > 1:
             sentence += (
@@ -528,11 +528,6 @@ def _module(judged: Judged, path: str) -> nn.Module:
     return judged.plain.setting.step().model.get_submodule(path)
 
 
-def _has_input(departure: Departure) -> bool:
-    event, before = departure.event, departure.before
-    return event is not None and before is not None and (before.what, before.module) == ("input", event.module)
-
-
 def _named(path: str) -> str:
     return f"`{path}`" if path else "the whole model"
 
@@ -580,7 +575,7 @@ def study_parity(
     subject = Subject(workload, on)
     with matmul_precision(dtype), torch.random.fork_rng([on] if on.type == "cuda" else []):  # type: ignore[arg-type]
         setting = Setting(subject=subject, dtype=dtype)  # type: ignore[arg-type]
-        variants = list(_asked(setting, ways) if any(ways.values()) else _usual(setting))
+        variants = list(_requested(setting, ways) if any(ways.values()) else _usual(setting))
         if not variants:
             raise InputError(
                 f"there is no other way to run {subject.name} that is known: its batch cannot be cut in 2 or 4, and it "
@@ -604,7 +599,7 @@ def study_parity(
     )
 
 
-def _asked(setting: Setting, requested: Mapping[str, Several]) -> Iterator[StepVariant]:
+def _requested(setting: Setting, requested: Mapping[str, Several]) -> Iterator[StepVariant]:
     """The ways that were asked for. Raises InputError for one that cannot be."""
     subject = setting.subject
     for parts in requested["accumulation"] or ():

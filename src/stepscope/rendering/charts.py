@@ -234,7 +234,7 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
     A scale of None is logarithmic for values that span decades.
     Raises InputError where there is nothing to draw, or more lines than can be told apart.
     """
-    panels = [panel for panel in panels if any(map(_has_place, panel.points))]
+    panels = [panel for panel in panels if any(point.is_drawn for point in panel.points)]
     if not panels:
         raise InputError("there is nothing to plot: no figure in any cell")
     x_title, x_log, y_log, frame = panels[0].x_title, panels[0].x_log, panels[0].y_log, panels[0].frame
@@ -288,13 +288,9 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
     return alt.concat(*charts, columns=2).properties(title=_titled(title, subtitle))
 
 
-def _has_place(point: Point) -> bool:
-    return not point.missing and math.isfinite(point.y)
-
-
 def _values(panel: Panel) -> list[float]:
     """What the axis of y must hold."""
-    return [v for p in panel.points if _has_place(p) for v in (p.y, p.low, p.high) if v is not None]
+    return [v for p in panel.points if p.is_drawn for v in (p.y, p.low, p.high) if v is not None]
 
 
 def spans(values: Sequence[float], factor: float) -> bool:
@@ -315,7 +311,7 @@ def _x_axis(xs: list[float], title: str, *, log: bool) -> alt.X:
 
 
 def _layers(panel: Panel, x: alt.X, y: alt.Y, low: alt.Y, channels: dict[str, Any]) -> list[alt.Chart]:
-    placed = [point for point in panel.points if _has_place(point)]
+    placed = [point for point in panel.points if point.is_drawn]
     # For each line that lies on it and is drawn later, a line is drawn wider, and seen on both sides.
     lines: dict[tuple[str, str], dict[float, float]] = {}
     for point in placed:
@@ -356,7 +352,7 @@ def _lost(panel: Panel, placed: Sequence[Point], x: alt.X, y: alt.Y, colour: alt
     words_at: Counter[tuple[float, float | None]] = Counter()
     marks: list[alt.Chart] = []
     for point in panel.points:
-        if _has_place(point):
+        if point.is_drawn:
             continue
         height = last.get(point.line)
         row = {

@@ -3,7 +3,6 @@
 Where stdout cannot say block characters, the same in ASCII.
 """
 
-import math
 import re
 import sys
 
@@ -88,11 +87,11 @@ def _bars(panel: Panel, blocks: bool) -> list[str]:
     several = len({point.line for point in panel.points}) > 1
     names = [_name(f"{point.name} {point.line}" if several else point.name) for point in panel.points]
     longest = max((len(name) for name in names), default=0)
-    most = max((point.y for point in panel.points if _is_drawn(point)), default=0.0)
+    most = max((point.y for point in panel.points if point.is_drawn), default=0.0)
     room = WIDTH - longest - _FIGURE - 4
     lines: list[str] = []
     for name, point in zip(names, panel.points, strict=True):
-        if not _is_drawn(point):
+        if not point.is_drawn:
             lines.append(f"{name:{longest}}  {printable(point.missing) or 'nan':>{_FIGURE}}")
             continue
         mark = " *" if point.doubted else ""
@@ -104,7 +103,7 @@ def _bars(panel: Panel, blocks: bool) -> list[str]:
 def _sparklines(panel: Panel, blocks: bool) -> list[str]:
     by_line: dict[str, list[Point]] = {}
     for point in panel.points:
-        if _is_drawn(point):
+        if point.is_drawn:
             by_line.setdefault(f"{point.line} {point.style}".strip(), []).append(point)
     longest = max((len(_name(name)) for name in by_line), default=0)
     ends = 2 * _FIGURE + 4
@@ -116,10 +115,6 @@ def _sparklines(panel: Panel, blocks: bool) -> list[str]:
         )
         for name, points in by_line.items()
     ]
-
-
-def _is_drawn(point: Point) -> bool:
-    return not point.missing and math.isfinite(point.y)
 
 
 def _name(text: str) -> str:
