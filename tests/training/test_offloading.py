@@ -132,7 +132,7 @@ def test_what_a_step_on_a_gpu_has_in_the_hosts_memory_stays_there():
     kept.end_forward()
     kept.let_go()
     kept.begin_again()
-    assert not host._made and torch.equal(kept.take(operator), seed)
+    assert not host._piece_count and torch.equal(kept.take(operator), seed)
 
 
 def test_outputs_lie_one_behind_another():

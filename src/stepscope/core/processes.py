@@ -135,13 +135,13 @@ class Processes(msgspec.Struct, frozen=True):
         parts = [statistics.variance(side) / len(side) for side in (mine, theirs)]
         error = math.sqrt(sum(parts))
         freedom = _freedom(parts, (len(mine) - 1, len(theirs) - 1))
-        plain_interval = _told(plain, difference, error, freedom, confidence)
+        plain_interval = _with_interval(plain, difference, error, freedom, confidence)
         drift = _drift(self.begun_s, before.begun_s)
         if drift is None or drift.factor <= 1:
             return plain_interval
         fewer, share = _freedom(parts, drift.freedoms), (1 + confidence) / 2
         return msgspec.structs.replace(
-            _told(plain, difference, error * drift.factor, fewer, confidence),
+            _with_interval(plain, difference, error * drift.factor, fewer, confidence),
             widened=drift.factor * student_quantile(share, fewer) / student_quantile(share, freedom),
             seemed=plain_interval.decided,
         )
@@ -161,7 +161,7 @@ def change_of_pairs(ratios: Sequence[float], confidence: float = CONFIDENCE) -> 
     plain = Change(ratio=math.exp(difference), processes=(count, count), deviation=deviation, paired=True)
     if count < FEWEST_PROCESSES:
         return plain
-    return _told(plain, difference, statistics.stdev(logarithms) / math.sqrt(count), count - 1, confidence)
+    return _with_interval(plain, difference, statistics.stdev(logarithms) / math.sqrt(count), count - 1, confidence)
 
 
 def standing(p_values: Iterable[float | None], level: float = 1 - CONFIDENCE) -> list[bool]:
@@ -177,7 +177,7 @@ def standing(p_values: Iterable[float | None], level: float = 1 - CONFIDENCE) ->
     return stands
 
 
-def _told(plain: Change, difference: float, error: float, freedom: float, confidence: float) -> Change:
+def _with_interval(plain: Change, difference: float, error: float, freedom: float, confidence: float) -> Change:
     """The change with its interval, p-value and the smallest change that would have been seen."""
     interval = _interval(difference, error, freedom, confidence)
     if not error:

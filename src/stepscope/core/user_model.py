@@ -117,7 +117,7 @@ def unmet(workload: Workload) -> tuple[str, ...]:
 def _unmet(fields: dict[str, Any], dtype: Dtype) -> Iterator[str]:
     stored = "bfloat16" if PRECISIONS[dtype].weights == 2 else "float32"
     requested: dict[str, list[str]] = {}
-    for path, value in _found(fields, _DTYPE):
+    for path, value in _values_of(fields, _DTYPE):
         if value not in (None, "", "auto"):
             written = str(value).removeprefix("torch.")
             requested.setdefault(_SPELLED.get(written, written), []).append(f"{path} {name_shown(str(value))}")
@@ -126,16 +126,16 @@ def _unmet(fields: dict[str, Any], dtype: Dtype) -> Iterator[str]:
             nearest = _NEAREST.get(name, "no option makes them so")
             verb = "is" if len(words) == 1 else "are"
             yield f"{' and '.join(words)} {verb} not followed: parameters are made in {stored}; {nearest}"
-    for path, value in _found(fields, _QUANTISED):
+    for path, value in _values_of(fields, _QUANTISED):
         if value:
-            methods = [method for _, method in _found({"": value}, ("quant_method",))]
+            methods = [method for _, method in _values_of({"": value}, ("quant_method",))]
             words = name_shown(" ".join(map(str, (path, *methods))))
             yield f"{words} is not followed: parameters are made in {stored}, not quantised"
-    if any(value for _, value in _found(fields, ("gradient_checkpointing",))):
+    if any(value for _, value in _values_of(fields, ("gradient_checkpointing",))):
         yield "gradient_checkpointing is not followed: --checkpointing every-1 runs each block again in backward"
 
 
-def _found(fields: Mapping[str, Any], names: tuple[str, ...], path: str = "") -> Iterator[tuple[str, Any]]:
+def _values_of(fields: Mapping[str, Any], names: tuple[str, ...], path: str = "") -> Iterator[tuple[str, Any]]:
     """The values of these fields, with their paths, in a configuration and its parts. A dtype may itself be by part."""
     for name, value in fields.items():
         if name in _DTYPE and name in names and isinstance(value, dict):
@@ -144,4 +144,4 @@ def _found(fields: Mapping[str, Any], names: tuple[str, ...], path: str = "") ->
         elif name in names and type(value) is not int:
             yield f"{path}{name}", value
         elif isinstance(value, dict) and name not in BY_OPTIONS:
-            yield from _found(cast("dict[str, Any]", value), names, f"{path}{name}.")
+            yield from _values_of(cast("dict[str, Any]", value), names, f"{path}{name}.")

@@ -191,7 +191,7 @@ class _Courier:
         named = Node(id=node["NodeID"], name=name, slots=gpus or 1, gpus=gpus)
         state = self._known[named.id] = _NodeState(named, units)
         try:
-            version, python, word = await asyncio.wait_for(self._asked(named.id), _LOOK_S)
+            version, python, word = await asyncio.wait_for(self._version_on(named.id), _LOOK_S)
         except TimeoutError:
             state.fault = f"node {name} of the Ray cluster says nothing within {_LOOK_S:.0f} s"
             state.silent = True
@@ -205,7 +205,7 @@ class _Courier:
                 state.fault = f"node {name} has stepscope {version}, and this is {__version__}: install one on both"
         return state
 
-    def _asked(self, node: str) -> Any:
+    def _version_on(self, node: str) -> Any:
         return self._ray.remote(_looking()).options(num_cpus=0, max_retries=0, **self._at(node)).remote()
 
     async def _hear(self) -> None:
@@ -233,7 +233,7 @@ class _Courier:
             if state.losses > _MOST_LOSSES * state.node.slots:
                 return
             with contextlib.suppress(TimeoutError, errors.RayError):
-                await asyncio.wait_for(self._asked(order.node), _LOOK_S)
+                await asyncio.wait_for(self._version_on(order.node), _LOOK_S)
                 self._say(Word(node=msgspec.structs.replace(state.node, slots=1)))  # only the worker had died
         else:
             self._bring_home(order.number, outcome)

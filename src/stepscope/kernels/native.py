@@ -125,7 +125,7 @@ def _build_there(path: Path) -> None:
     before = ""
     with contextlib.suppress(OSError):  # nobody failed, or it cannot be read: the compiler will say
         before = failed.read_text(errors="replace").strip()
-    if _asked() not in _AGAIN and before:
+    if _setting() not in _AGAIN and before:
         raise InputError(printable(before))
     command, here = _compiler()
     for old in path.parent.glob("tmp*"):  # of builds whose process was killed, as we hold the lock
@@ -193,7 +193,7 @@ def _run(command: list[str], here: dict[str, str]) -> list[str]:
     return (out.strip().splitlines() or [f"it ended with {process.returncode}"]) if process.returncode else []
 
 
-def _asked() -> str:
+def _setting() -> str:
     return os.environ.get(NATIVE_LAUNCHER, "").strip().lower()
 
 
@@ -203,9 +203,9 @@ def extension() -> ModuleType | None:
     nothing, and where Python launches."""
     if interpreted():
         return None
-    if _asked() not in ("", *_OFF, *_AGAIN):
+    if _setting() not in ("", *_OFF, *_AGAIN):
         warn(f"{NATIVE_LAUNCHER} is {printable(os.environ[NATIVE_LAUNCHER])!r}: write 0 or 1; it counts as 1")
-    if _asked() in _OFF or not triton.__version__.startswith(_KNOWN):
+    if _setting() in _OFF or not triton.__version__.startswith(_KNOWN):
         launched_from_python()
         return None
     try:
@@ -490,7 +490,7 @@ class Watched:
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         """given: the tensors that the pass is given, by their numbers."""
-        self._given = list(inputs)
+        self._inputs = list(inputs)
         self._mode = _Allocations()
         self._launched: list[tuple[Any, tuple[int, ...], tuple[object, ...]]] = []
 
@@ -508,7 +508,7 @@ class Watched:
     def place_of(self, tensor: Tensor) -> Place | None:
         """The tensor of the pass that this one lies in, and how far from its start; None where there is none, or more
         than one: then nobody knows which of them another call's is."""
-        tensors = list(enumerate([*self._given, *self._mode.tensors]))
+        tensors = list(enumerate([*self._inputs, *self._mode.tensors]))
         at = tensor.data_ptr()
         spans = [(number, each.data_ptr(), _extent(each)) for number, each in tensors if each.numel()]
         places = [(number, start) for number, start, _ in spans if at == start]
@@ -517,10 +517,10 @@ class Watched:
 
     def ran(self, results: Sequence[Tensor | None]) -> Pass | None:
         """The pass; None where it cannot be launched by what was seen."""
-        there = self._given[0].device
+        there = self._inputs[0].device
         if self._mode.other or any(each.device != there for each in self._mode.tensors):
             return None
-        if any(each.data_ptr() % ALIGNMENT_BYTES for each in self._given if each.numel()):
+        if any(each.data_ptr() % ALIGNMENT_BYTES for each in self._inputs if each.numel()):
             return None  # Triton compiles another kernel for an address that is not aligned
         launches = [self._launch(*each) for each in self._launched]
         outputs: list[tuple[int, int, Layout] | None] = []
@@ -611,7 +611,7 @@ class _Learning:
     for gradients that lie in another way."""
 
     def __init__(self, recorded: Forward, gradients: Gradients) -> None:
-        self._seen = recorded
+        self._recorded = recorded
         self._gradients = gradients
         self._left = _MOST_TRIES
 
@@ -624,6 +624,6 @@ class _Learning:
             results = self._gradients(*tensors)
         ran = watched.ran(results)
         if ran is not None:
-            layouts = [layout_of(each) for each in tensors[: len(self._seen.ran.results)]]
-            teach(self._seen, self, backward=ran, gradients=layouts)
+            layouts = [layout_of(each) for each in tensors[: len(self._recorded.ran.results)]]
+            teach(self._recorded, self, backward=ran, gradients=layouts)
         return results

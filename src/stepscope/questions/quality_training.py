@@ -546,7 +546,7 @@ def train_whole_step(
         step.keep_losses()
         torch.manual_seed(seed)
         trained = Trained(skipped_steps=0 if step.scaler.is_enabled() else None)
-        trained.losses = losses_in_turn(_taken(step, size, trained), size.steps, tell_step)
+        trained.losses = losses_in_turn(_stepper(step, size, trained), size.steps, tell_step)
     plain_products(step.model)
     used = {name: tensor.detach().float() for name, tensor in step.model.state_dict().items()}
     trained.parameters = [used[name].clone() for name, _ in start.named_parameters()]
@@ -557,7 +557,7 @@ def train_whole_step(
     return trained
 
 
-def _taken(step: training_step.AssembledStep, size: TrainingSize, trained: Trained) -> Callable[[int], Tensor]:
+def _stepper(step: training_step.AssembledStep, size: TrainingSize, trained: Trained) -> Callable[[int], Tensor]:
     """Take a step, counted from 1, at its learning rate; its loss before the update."""
     optimizer = step.optimizer
     assert optimizer is not None
@@ -593,7 +593,7 @@ class Subject:
     def __init__(self, factory: str, arguments: Mapping[str, Any] | None, device: torch.device, seed: int) -> None:
         self.workload = factory_workload(factory, arguments, phase="forward-backward", seed=seed)
         self.device = device
-        step = self._made(VARIANTS[REFERENCE], seed)
+        step = self._step_of(VARIANTS[REFERENCE], seed)
         self.name = step.user_module.name
         self.optimizer = None if step.user_module.optimizer is None else type(step.user_module.optimizer).__name__
         self.batches: Sequence[Any] = [_copied(batch) for batch in step.batches]
@@ -614,7 +614,7 @@ class Subject:
     def step(self, variant: Variant, start_seed: int) -> ModuleStep:
         """The step of a run, in the variant's dtype, with the shared batches; and with the shared start, unless it has
         the start of another seed."""
-        step = self._made(variant, start_seed)
+        step = self._step_of(variant, start_seed)
         if start_seed == self.workload.seed:
             with user_errors(f"{self.name} makes another module each time that it is called"), torch.no_grad():
                 for tensor, start in zip(_state(step.model), self.start, strict=True):
@@ -636,7 +636,7 @@ class Subject:
                     raise InputError(f"in eval mode, which judges it, {error}") from error
         return float(torch.stack(losses).mean())
 
-    def _made(self, variant: Variant, seed: int) -> ModuleStep:
+    def _step_of(self, variant: Variant, seed: int) -> ModuleStep:
         step = step_of(msgspec.structs.replace(self.workload, dtype=variant.dtype, seed=seed), self.device)
         assert isinstance(step, ModuleStep)
         if variant.keeping is None:

@@ -209,7 +209,7 @@ class _Cast:
 
     low: torch.dtype
     owners: Sequence[nn.Module]
-    _given: list[torch.dtype] = field(init=False, default_factory=list[torch.dtype])
+    _dtypes: list[torch.dtype] = field(init=False, default_factory=list[torch.dtype])
     """The dtype that is given on, of each call that is open."""
 
     def lowering(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,12 +218,12 @@ class _Cast:
         def run(*args: Any, **kwargs: Any) -> Any:
             tensors = [tensor for owner in self.owners for tensor in owner.parameters(recurse=False)]
             wide = _widest((args, kwargs, tensors))
-            self._given.append(wide)
+            self._dtypes.append(wide)
             try:
                 with self._lowered_state():
                     output = forward(*_lowered(args, self.low), **_lowered(kwargs, self.low))
             finally:
-                self._given.pop()
+                self._dtypes.pop()
             return _raised(output, self.low, wide)
 
         return run
@@ -232,9 +232,9 @@ class _Cast:
         """The forward of a module inside: called by this one it computes as given."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self._given:
+            if not self._dtypes:
                 return forward(*args, **kwargs)
-            wide = self._given[-1]
+            wide = self._dtypes[-1]
             output = forward(*_raised(args, self.low, wide), **_raised(kwargs, self.low, wide))
             return _lowered(output, self.low)
 
@@ -501,7 +501,7 @@ class Replay:
     """A step that runs again from one state, each time with other parts in 16 bits."""
 
     def __init__(self, subject: Subject, low: torch.dtype, report: Callable[[str, float], None]) -> None:
-        self.subject, self._low, self._told = subject, low, report
+        self.subject, self._low, self._report = subject, low, report
         # A loss outside of forward becomes one that can be cast.
         self._step = subject.step(
             adapt=lambda its: its if its.loss is None else dataclasses.replace(its, loss=CastLoss(its.loss))
@@ -511,16 +511,16 @@ class Replay:
         self._buffers = [(buffer, buffer.clone()) for buffer in self._step.model.buffers()]
         self.scale = 0
         report("the step as given", 0.0)
-        self._found = find_parts(self._step, subject.seed)
-        self._given = self._run(())
-        if not self._given.is_finite:
+        self._parts = find_parts(self._step, subject.seed)
+        self._unchanged = self._run(())
+        if not self._unchanged.is_finite:
             raise InputError(
-                f"{self._given.not_finite} of the step of {subject.name} is not finite: give another batch"
+                f"{self._unchanged.not_finite} of the step of {subject.name} is not finite: give another batch"
             )
 
     def ranking(self, to: str) -> Ranking:
         """Every part alone, then all at once, then the layers of the first."""
-        parts = [part for part in self._found.computing if part.widest > self._low.itemsize]
+        parts = [part for part in self._parts.computing if part.widest > self._low.itemsize]
         if not parts:
             raise InputError(f"nothing in {self.subject.name} is wider than {to}: there is no precision to change")
         at_once = Part(name="all at once", kind="", paths=(), widest=0)
@@ -529,15 +529,15 @@ class Replay:
         together = self._ranked(at_once, parts)
         ranked: list[Ranked] = []
         for i, part in enumerate(parts):
-            self._told(part.name, (i + 1) / (len(parts) + 1))
+            self._report(part.name, (i + 1) / (len(parts) + 1))
             ranked.append(self._ranked(part, (part,)))
         ranked.sort(key=lambda each: each.error, reverse=True)
         first = ranked[0].part
         layers = [Part(name=path, kind=first.kind, paths=(path,), widest=0) for path in first.paths[:MOST_LAYERS]]
-        other = replays.distance(self._run((), self.subject.seed + 1), self._given).gradients
-        noise = max(replays.distance(self._run(()), self._given).gradients for _ in range(_REPEATS))
+        other = replays.distance(self._run((), self.subject.seed + 1), self._unchanged).gradients
+        noise = max(replays.distance(self._run(()), self._unchanged).gradients for _ in range(_REPEATS))
         return Ranking(
-            to=to, parts=ranked, at_once=together if together.off else None, noise=noise, idle=self._found.idle,
+            to=to, parts=ranked, at_once=together if together.off else None, noise=noise, idle=self._parts.idle,
             layers=[self._ranked(layer, (layer,)) for layer in layers] if len(layers) > 1 else (), quiet=self.quiet,
             draws=other > 8 * max(noise, 2.0**-23),
         )  # fmt: skip
@@ -547,9 +547,9 @@ class Replay:
             result = self._run(changed)
         except StepscopeError as error:
             return Ranked(part=part, refused=str(error))
-        off = replays.distance(result, self._given)
+        off = replays.distance(result, self._unchanged)
         # A parameter whose gradient is next to zero does not count: what is left of it is rounding.
-        norms = {name: float(each.double().norm()) for name, each in self._given.gradients.items()}
+        norms = {name: float(each.double().norm()) for name, each in self._unchanged.gradients.items()}
         whole = sum(each**2 for each in norms.values()) ** 0.5
         for_its_size = {
             name: each * whole / norms[name]
@@ -566,14 +566,14 @@ class Replay:
                 buffer.copy_(kept)
         weights = (2.0**self.scale,) if self.scale else ()
         # What fails is the user's code in a precision that it was not written for.
-        with user_errors(self.subject.name), computing_in(self._low, self._step.user_module, changed, self._found):
+        with user_errors(self.subject.name), computing_in(self._low, self._step.user_module, changed, self._parts):
             return replays.run_step(self._step, self.subject.seed if seed is None else seed, weights=weights)
 
     def _choose_scale(self, parts: Sequence[Part]) -> None:
         for self.scale in _SCALES:
-            self._given = self._run(())
+            self._unchanged = self._run(())
             try:
-                if self._given.is_finite and self._run(parts).is_finite:
+                if self._unchanged.is_finite and self._run(parts).is_finite:
                     return
             except StepscopeError:
                 continue

@@ -327,7 +327,7 @@ def _findings(
     for name in COMPARED:
         yield _of_format(name, {scale: each for (of, scale), each in shares.items() if of == name}, best[name])
     if observed:
-        yield _seen(observed, format_name, shares)
+        yield _zeros_finding(observed, format_name, shares)
 
 
 def _of_format(name: str, by_scale: dict[int, Shares], best: int) -> Finding:
@@ -361,7 +361,7 @@ def _share(share: float) -> str:
     return "none" if share == 0 else "all" if share == 1 else f"{100 * share:.3g} %"
 
 
-def _seen(observed: tuple[tuple[Cell, ...], ...], name: str, shares: dict[tuple[str, int], Shares]) -> Finding:
+def _zeros_finding(observed: tuple[tuple[Cell, ...], ...], name: str, shares: dict[tuple[str, int], Shares]) -> Finding:
     parts, evidence = [], {}
     for (scale, _, of_parameters, _), (_, _, of_activations, broken) in zip(observed[::2], observed[1::2], strict=True):
         lost = f"{of_parameters:g} % of those of parameters and {of_activations:g} % of those of activations"

@@ -666,8 +666,8 @@ class HabitsRecorder(Recorder):
     def step_ends(self) -> None:
         self._close()
         self._steps += 1
-        self._reads_of_steps.append(_taken(self._reads.lines))
-        self._copies_of_steps.append(_taken(self._operators.unpinned))
+        self._reads_of_steps.append(_drained(self._reads.lines))
+        self._copies_of_steps.append(_drained(self._operators.unpinned))
         self._calls_of_optimizer.append(self._operators.in_optimizer)
         self._operators.in_optimizer = 0
         self._micro_batches.append(self._synchronising)
@@ -797,7 +797,7 @@ class HabitsRecorder(Recorder):
         return half, tuple(modules), flops["float32"] / sum(flops.values())
 
 
-def _taken(counter: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
+def _drained(counter: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
     """A copy of the counter, which is empty afterwards."""
     copy = Counter(counter)
     counter.clear()

@@ -76,7 +76,7 @@ class Observer(Recorder):
         self._phase = ""
         self._forwards: dict[str, int] = {}
         self._passes = {BACKWARD: 0, OPTIMIZER: 0, _BLOCK_AGAIN: 0}
-        self._taken: list[torch.Tensor] = []
+        self._inputs: list[torch.Tensor] = []
         self._owned = storages_of(resident_tensors(step, device)).keys()
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._saved_storages: dict[int, int] = {}
@@ -129,7 +129,7 @@ class Observer(Recorder):
     def observation(self, distinct: tuple[int | None, int | None], graphs_alive: bool | None) -> StepObservation:
         """The StepObservation of this step. distinct: what `distinct_in` says of its batches; graphs_alive is as it was
         just before the next step."""
-        batch, inputs = self._batch, self._taken
+        batch, inputs = self._batch, self._inputs
         of_tokens = batch is not None and not batch.is_floating_point()
         covers = None
         if batch is not None and batch.dim():
@@ -144,7 +144,7 @@ class Observer(Recorder):
             distinct_batches=distinct[1],
             graphs_alive_before=graphs_alive,
             product_dtypes=tuple(sorted(self._products.names)) if self._hooked else None,
-            forward_tokens=sum(tokens.numel() for tokens in self._taken) if of_tokens else None,
+            forward_tokens=sum(tokens.numel() for tokens in self._inputs) if of_tokens else None,
             covers_batch=covers,
             backward_passes=self._passes[BACKWARD],
             optimizer_steps=self._passes[OPTIMIZER],
@@ -175,7 +175,7 @@ class Observer(Recorder):
     def _count_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forwards[self._phase] += 1
         if self._phase == FORWARD:
-            self._taken += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)][:1]
+            self._inputs += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)][:1]
 
     def _pass(self, what: str) -> None:
         """Count a pass of backward or of the optimizer, or a block that runs while another one does."""

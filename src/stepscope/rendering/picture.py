@@ -115,7 +115,7 @@ class Drawer:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked: list[bytes] = []
+        self._requests: list[bytes] = []
         self._drawn: dict[bytes, str] = {}
         self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         with contextlib.suppress(OSError):  # without it, plots are drawn here
@@ -131,8 +131,8 @@ class Drawer:
     def ask(self, answer: Answer) -> None:
         """Have the panels of an answer drawn, which `draw` will want."""
         request = msgspec.msgpack.encode(answer)
-        if request not in self._asked:
-            self._asked.append(request)
+        if request not in self._requests:
+            self._requests.append(request)
             self._queue.put(request)
 
     def draw(self, answers: Sequence[Answer]) -> list[str]:
@@ -140,7 +140,7 @@ class Drawer:
         for answer in answers:
             self.ask(answer)
         if self._process is not None and self._process.stdout is not None:
-            for request in self._asked[len(self._drawn) :]:
+            for request in self._requests[len(self._drawn) :]:
                 data = _read(self._process.stdout)
                 if data is None:
                     break

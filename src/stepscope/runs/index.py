@@ -399,15 +399,15 @@ class _Distinct:
     def __init__(self, values: list[Any]) -> None:
         self._values = values
         self._places: dict[bytes, int] = {}
-        self._seen: dict[int, tuple[int, object]] = {}
+        self._kept: dict[int, tuple[int, object]] = {}
 
     def place(self, value: object) -> int:
         """The place of this value in the list, which gets it where it is new."""
-        kept_before = self._seen.get(id(value))
+        kept_before = self._kept.get(id(value))
         if kept_before is not None:
             return kept_before[0]
         place = self._places.setdefault(msgspec.msgpack.encode(value), len(self._values))
         if place == len(self._values):
             self._values.append(value)
-        self._seen[id(value)] = (place, value)  # the value is kept, so that its id stays its own
+        self._kept[id(value)] = (place, value)  # the value is kept, so that its id stays its own
         return place

@@ -153,7 +153,7 @@ def collectives_of(attribution: Attribution, steps: dict[int, int]) -> pl.DataFr
     kernels = attribution.kernels.filter(pl.col("family") == "communication").sort("start_ns", "stream")
     if not kernels.height or attribution.table.on_cpu:
         return pl.DataFrame(schema=COLLECTIVES)
-    sized = _told(kernels, attribution.table)
+    sized = _with_sizes(kernels, attribution.table)
     names = pl.coalesce(pl.col("collective"), pl.col("range"), pl.col("name").cast(pl.String))
     kinds = {name: kind_of(name).name for name in sized.select(names.alias("n"))["n"].unique().to_list()}
     elements = pl.max_horizontal("elements_in", "elements_out")
@@ -182,7 +182,7 @@ def collectives_of(attribution: Attribution, steps: dict[int, int]) -> pl.DataFr
 _SAID = ("collective", "group", "group_size", "elements_in", "elements_out", "dtype", "sequence")
 
 
-def _told(kernels: pl.DataFrame, table: TraceTable) -> pl.DataFrame:
+def _with_sizes(kernels: pl.DataFrame, table: TraceTable) -> pl.DataFrame:
     """The kernels with what their own arguments say, or else the operator that launched them, and the name of the range
     round their launch (`nccl:all_to_all`: its kernels are called SendRecv)."""
     rows = table.collectives.drop_nulls("correlation").unique(["correlation", "start_ns"], keep="first")

@@ -56,7 +56,7 @@ class HostCopies:
         self.operators = frozenset(operators)
         self.pieces: list[Tensor] = []
         """Pieces that nobody holds."""
-        self._made = 0
+        self._piece_count = 0
         self._device_type: str | None = None
         self._stream: torch.cuda.Stream | None = None
         self._leaving: deque[weakref.ref[KeptByBlock] | None] = deque()
@@ -95,11 +95,11 @@ class HostCopies:
             try:
                 piece = torch.empty(_PIECE, dtype=torch.uint8, device="cpu", pin_memory=_copies_by_itself(device))
             except RuntimeError as error:
-                held = f"{self._made * _PIECE / GIB:.1f} GiB"
+                held = f"{self._piece_count * _PIECE / GIB:.1f} GiB"
                 raise RuntimeError(
                     f"the host's memory has no room for what offload-K keeps beyond {held}: choose fewer blocks"
                 ) from error
-        self._made += 1
+        self._piece_count += 1
         return piece
 
     def ran(self, block: "KeptByBlock | None") -> None:

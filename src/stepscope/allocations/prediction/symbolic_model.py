@@ -75,10 +75,10 @@ class ScaledProducts(NamedTuple):
             _scale = tape.storage(_SCALE)
             along, across = tape.storage(rows * out_features), tape.storage(rows * out_features)
             turned = tape.storage(in_features * out_features)
-            for_x = self._made(tape, rows, in_features)
+            for_x = self._result_of_product(tape, rows, in_features)
             del along, turned
             _turned = tape.storage(rows * in_features)
-            for_weight = self._made(tape, out_features, in_features)
+            for_weight = self._result_of_product(tape, out_features, in_features)
             del across
             return for_x, for_weight
 
@@ -100,9 +100,9 @@ class ScaledProducts(NamedTuple):
 
     def _product(self, tape: Tape, rows: int, inner: int, columns: int, copied: tuple[bool, bool]) -> Storage:
         _operands = self._operands(tape, rows, inner, columns, copied)
-        return self._made(tape, rows, columns)
+        return self._result_of_product(tape, rows, columns)
 
-    def _made(self, tape: Tape, rows: int, columns: int) -> Storage:
+    def _result_of_product(self, tape: Tape, rows: int, columns: int) -> Storage:
         """What a product returns, while its operands are there."""
         product = tape.storage(rows * columns * self.itemsize)
         tape.take_workspace("ScaledMm")

@@ -82,7 +82,7 @@ def command(
         if index:
             page = page_of_index(Path(what[0]))
         else:
-            page = _made(what, runs, compare=compare, across=across, drawer=None if redact else drawer)
+            page = _page_of(what, runs, compare=compare, across=across, drawer=None if redact else drawer)
         if redact:
             from stepscope.rendering.pages.html import redacted
 
@@ -104,7 +104,7 @@ def command(
         webbrowser.open(target.resolve().as_uri())
 
 
-def _made(what: list[str], runs: Path, *, compare: bool, across: tuple[str, ...], drawer: Drawer | None) -> "Page":
+def _page_of(what: list[str], runs: Path, *, compare: bool, across: tuple[str, ...], drawer: Drawer | None) -> "Page":
     from stepscope.rendering.pages.named import page_named, page_of_comparison
 
     if compare:

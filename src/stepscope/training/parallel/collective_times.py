@@ -86,7 +86,7 @@ def time_collectives(argument: bytes, ranks: Ranks, device: torch.device, say: S
 
 def _time(kind: str, message_bytes: int, ranks: Ranks, device: torch.device, seconds: float) -> OneTime:
     calls = _CALLS[device.type] if message_bytes <= _SHORT_BYTES[device.type] else 1
-    collective, failure = _made(kind, message_bytes, ranks, device)
+    collective, failure = _collective_of(kind, message_bytes, ranks, device)
     failure = next(filter(None, ranks.gathered(failure)), "")
     if collective is None or failure:
         return OneTime(kind=kind, message_bytes=message_bytes, calls=calls, failure=failure)
@@ -132,7 +132,7 @@ class _Repeated:
     def prepare(self) -> None: ...
 
 
-def _made(kind: str, message_bytes: int, ranks: Ranks, device: torch.device) -> tuple[_Collective | None, str]:
+def _collective_of(kind: str, message_bytes: int, ranks: Ranks, device: torch.device) -> tuple[_Collective | None, str]:
     """The collective after its first run; or why there is none, as where a backend lacks it or memory ends."""
     try:
         collective = MAKERS[kind](message_bytes // 4, ranks, device)

@@ -42,7 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make, self._kwargs = optimizer_class, kwargs
         self._owner: dict[Tensor, int] = {}
         self._held = [0] * dist.get_world_size()
-        self._own: torch.optim.Optimizer | None = None
+        self._local_optimizer: torch.optim.Optimizer | None = None
         super().__init__(parameters, dict(kwargs))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -64,13 +64,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sharded = [parameter for parameter in added if self._owner[parameter] == dist.get_rank()]
         options = {name: value for name, value in group.items() if name in param_group and name != "params"}
         mine = {**options, "params": sharded}  # perhaps of no parameter: each rank has all groups, and their options
-        if self._own is None:
-            self._own = self._make([mine], **self._kwargs)
-            self.state = self._own.state
-            self.defaults = {**self._own.defaults, **self.defaults}  # where a scheduler looks for what it may change
+        if self._local_optimizer is None:
+            self._local_optimizer = self._make([mine], **self._kwargs)
+            self.state = self._local_optimizer.state
+            self.defaults = {
+                **self._local_optimizer.defaults,
+                **self.defaults,
+            }  # where a scheduler looks for what it may change
         else:
-            self._own.add_param_group(mine)
-        for name, value in self._own.param_groups[-1].items():
+            self._local_optimizer.add_param_group(mine)
+        for name, value in self._local_optimizer.param_groups[-1].items():
             group.setdefault(name, value)  # a scheduler reads options that nobody gave, too
 
     @torch.no_grad()
@@ -80,9 +83,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._own is not None:
+        if self._local_optimizer is not None:
             self._follow_options()
-            self._own.step()
+            self._local_optimizer.step()
         under_way = [
             broadcast(one, rank)
             for one, rank in self._owner.items()
@@ -108,16 +111,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "each of as many ranks loads what it has saved itself"
             )
         super().load_state_dict(state_dict)
-        assert self._own is not None
-        loaded, self.state = self.state, self._own.state
+        assert self._local_optimizer is not None
+        loaded, self.state = self.state, self._local_optimizer.state
         self.state.clear()
         self.state.update({one: state for one, state in loaded.items() if self._owner.get(one) == here[0]})
         self._follow_options()
 
     def _follow_options(self) -> None:
         """Take over what a scheduler may have changed, such as the learning rate."""
-        assert self._own is not None
-        for group, shown in zip(self._own.param_groups, self.param_groups, strict=True):
+        assert self._local_optimizer is not None
+        for group, shown in zip(self._local_optimizer.param_groups, self.param_groups, strict=True):
             group.update({name: value for name, value in shown.items() if name != "params" and name in group})
 
 
