@@ -242,6 +242,15 @@ def refuses_odd(x: Tensor) -> Tensor:
     return x.softmax(-1)
 
 
+def by_shape(x: Tensor, known: dict[torch.Size, Tensor] = {}) -> Tensor:  # noqa: B006  (it keeps what it makes)
+    return known.setdefault(x.shape, x.softmax(-1))
+
+
+def of_wider_tensors(x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    return x.softmax(-1)
+
+
 _CALLS: list[int] = []
 
 
@@ -262,6 +271,8 @@ FAULTS: tuple[tuple[Callable[[Tensor], Any], str, str], ...] = (
     (lambda x: x.softmax(-1)[:, :1], "as timed", "is .*, not"),
     (lambda x: (x.softmax(-1), x), "as timed", "returns 2 tensors, not 1"),
     (lambda x: x.nope(), "as timed", "it raises AttributeError"),  # type: ignore[attr-defined]
+    (by_shape, "as timed", "the gradient of x is missing"),
+    (of_wider_tensors, "as timed", "it changes PyTorch's default dtype, float32 to float64, for all that comes after"),
 )
 
 

@@ -16,6 +16,7 @@ from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserMode
 from stepscope.training.attention import implementation
 from stepscope.training.parts import part_function
 from stepscope.training.parts.gate import require_users
+from stepscope.training.user_functions import find_object
 from tests.command import stepscope
 
 WRITTEN = '''
@@ -412,6 +413,15 @@ def test_a_file_that_a_functions_file_imports_counts_in_its_key():
             Path("inner/deep.py").write_text(text)
             names.append(workload(norm=f"{folder}/outer.py:norm").norm)
         assert names[0] != names[1]
+
+
+def test_two_versions_of_a_folder_keep_their_own_imports():
+    for folder, factor in (("before", 1), ("after", 2)):
+        Path(folder).mkdir()
+        Path(folder, "entry.py").write_text("import inner_kernel\n\n\ndef fn(x):\n    return inner_kernel.times(x)\n")
+        Path(folder, "inner_kernel.py").write_text(f"def times(x):\n    return x * {factor}\n")
+    names = ["before/entry.py:fn", "after/entry.py:fn", "before/entry.py:fn"]
+    assert [find_object(name, "--against")(1) for name in names] == [1, 2, 1]
 
 
 def test_a_function_that_leaves_the_process_is_wrong_and_not_the_end():

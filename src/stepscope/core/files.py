@@ -177,19 +177,23 @@ def code_digest(file: Path) -> str:
 
 
 def digest_with_imports(file: Path) -> str:
-    """A digest of a file of code and of the files of the user's that it imports; that of the file where there are none.
+    """A digest of a file of code and of the user's files that it imports; that of the file where it imports none."""
+    files = files_imported(file)
+    if not files:
+        return code_digest(file)
+    return hashlib.sha256("".join(sorted(map(code_digest, (file, *files)))).encode()).hexdigest()[:16]
 
-    They are found by its text, beside it, in the current directory or in its package, and nothing runs.
-    """
-    found, waiting = dict[Path, str](), [file.absolute()]
+
+def files_imported(file: Path) -> list[Path]:
+    """The files of the user's that a file imports, and those that these import. They are found by its text, beside it,
+    in the current directory or in its package, and nothing runs."""
+    found, waiting = dict[Path, None](), [file.absolute()]
     while waiting:
         one = waiting.pop()
-        if one not in found and (digest := code_digest(one)):
-            found[one] = digest
+        if one not in found:
+            found[one] = None
             waiting += _imported(one)
-    if len(found) < 2:
-        return code_digest(file)
-    return hashlib.sha256("".join(sorted(found.values())).encode()).hexdigest()[:16]
+    return [*found][1:]
 
 
 def _imported(file: Path) -> Iterator[Path]:

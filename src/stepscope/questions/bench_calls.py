@@ -43,6 +43,7 @@ from stepscope.training.judging import (
     nan_around,
     poison,
     run_call,
+    settings_kept,
 )
 
 # Right or wrong: any function beside the same formula in float64, output and every gradient, before it gets a time.
@@ -488,13 +489,15 @@ class _Room:
             self._calls.timing.synchronize()
             began = self._clock()
             try:
-                with patience(self.asked.patience_s):
+                with patience(self.asked.patience_s), settings_kept([]):
                     drive(one)
                     self._calls.timing.synchronize()
                 self._first_s[name] = self._clock() - began
             except TimeoutError as error:
                 self.given_up[name] = f"its first call {error}"
-            except (Exception, SystemExit) as error:  # the gate says what it raises
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # the gate says what it raises
                 let_go(error)
             one.prepare()
         self._calls.clean_up()

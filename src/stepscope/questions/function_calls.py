@@ -157,7 +157,9 @@ class FunctionCalls:
                 continue
             try:
                 found[name] = self.memory(one)
-            except (Exception, SystemExit) as error:  # whatever it raises is its own
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # whatever it raises is its own
                 failed(name, error, "a first pass")
                 self._drop(name, passes, error)
         return found

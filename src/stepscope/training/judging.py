@@ -194,6 +194,7 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], object]], ...] = 
     ("precision of fp32 products", _matmul_precision, torch.set_float32_matmul_precision),
     ("deterministic algorithms", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     ("number of threads", torch.get_num_threads, torch.set_num_threads),
+    ("autograd", torch.is_grad_enabled, torch.set_grad_enabled),
     (
         "cudnn.benchmark",
         lambda: torch.backends.cudnn.benchmark,

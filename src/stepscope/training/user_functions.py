@@ -9,8 +9,10 @@ import functools
 import importlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stepscope.core.errors import InputError, named_line, warn
-from stepscope.core.files import code_file, digest_with_imports
+from stepscope.core.errors import InputError, install_places, named_line, warn
+from stepscope.core.files import code_file, digest_with_imports, files_imported
 from stepscope.core.parts import CONVENTIONS, user_function
 from stepscope.kernels.operators import autocast_dtype
 from stepscope.training.judging import WrongKind, settings_kept
@@ -49,6 +51,7 @@ def find_object(spelled: str, option: str) -> Any:
 
 def _find(spelled: str, option: str) -> Any:
     if ":" in spelled:
+        _forget_twins(code_file(spelled.rpartition(":")[0]))
         try:
             return find_factory(spelled).target
         except InputError as error:
@@ -65,6 +68,24 @@ def _find(spelled: str, option: str) -> Any:
     if not hasattr(home, name):
         raise InputError(f"{option} {spelled}: {place} has no {name}")
     return getattr(home, name)
+
+
+def _forget_twins(file: Path | None) -> None:
+    """Let the imports of a file mean the files beside it, and not those of the same names beside another file, as where
+    two versions of a folder are compared."""
+    if file is None or not file.is_file():
+        return
+    folder = file.absolute().parent
+    for one in files_imported(file):
+        if not one.is_relative_to(folder):
+            continue
+        name = ".".join(one.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+        loaded = getattr(sys.modules.get(name), "__file__", None)
+        if loaded is not None and not loaded.startswith(install_places()) and Path(loaded).resolve() != one.resolve():
+            del sys.modules[name]
+    if str(folder) in sys.path:
+        sys.path.remove(str(folder))
+        sys.path.insert(0, str(folder))
 
 
 @functools.cache
