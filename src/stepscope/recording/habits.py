@@ -397,11 +397,11 @@ class RestLines(Recorder):
 
     def _look(self) -> None:
         while not self._over.wait(_LOOKS_EVERY_S):
-            frame = sys._current_frames().get(self._thread) if self._in_rest else None
-            if frame is not None:
+            if self._in_rest:
+                # No frame is kept from one look to the next: it would keep what the loop's functions hold.
                 with contextlib.suppress(Exception):  # The loop goes on meanwhile.
-                    if (line := self._line(frame)) is not None:
-                        self._lines[line] += 1
+                    line = self._line(sys._current_frames()[self._thread])
+                    self._lines.update([line] if line is not None else [])
 
     def _line(self, innermost: Any) -> tuple[str, str] | None:
         """The line, and the function that it calls; None while the loop waits for a recorder."""
