@@ -114,10 +114,10 @@ def _git(folder: Path, *arguments: str, what: str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise InputError(f"{what}: {one_line(error)}") from error
     if answer.returncode:
-        said = answer.stderr.strip().splitlines()
+        errors = answer.stderr.strip().splitlines()
         if "safe.directory" in answer.stderr:
-            raise InputError(f"git refuses {folder}, which belongs to another user: {said[-1].strip()}")
-        raise InputError(f"{what}{f': {said[-1]}' if said else ''}")
+            raise InputError(f"git refuses {folder}, which belongs to another user: {errors[-1].strip()}")
+        raise InputError(f"{what}{f': {errors[-1]}' if errors else ''}")
     return answer.stdout.strip()
 
 
@@ -146,18 +146,18 @@ def checkouts(repository: Repository, names: Sequence[str], shared: Sequence[Pat
         if not (repository.root / repository.below / path).exists():
             raise InputError(f"--share {path}: it is not there")
     place = Path(tempfile.mkdtemp(prefix="stepscope-commits-"))
-    made: list[Checkout] = []
+    created: list[Checkout] = []
     try:
         for number, (name, commit) in enumerate(commits.items()):
             if name == WORKING_TREE:
-                made.append(Checkout(name=name, commit=commit, root=repository.root))
+                created.append(Checkout(name=name, commit=commit, root=repository.root))
                 continue
             root = place / f"{number}-{commit[:10]}" / repository.root.name
             _git(
                 repository.root, "worktree", "add", "--quiet", "--detach", str(root), commit,
                 what=f"no worktree of {name} can be made",
             )  # fmt: skip
-            made.append(Checkout(name=name, commit=commit, root=root.resolve(), shared=tuple(shared)))
+            created.append(Checkout(name=name, commit=commit, root=root.resolve(), shared=tuple(shared)))
             if not (root / repository.below).is_dir():
                 raise InputError(f"{name} has no folder {repository.below}: stand in one that each commit has")
             if (root / ".gitmodules").exists():
@@ -166,9 +166,9 @@ def checkouts(repository: Repository, names: Sequence[str], shared: Sequence[Pat
                     what=f"no submodules of {name} can be had; measure folders that have them, and compare their runs",
                 )  # fmt: skip
             _link(repository, root, shared)
-        yield made
+        yield created
     finally:
-        for checkout in made:
+        for checkout in created:
             if checkout.root != repository.root:
                 with contextlib.suppress(InputError):
                     _git(repository.root, "worktree", "remove", "--force", str(checkout.root), what="")
@@ -199,7 +199,7 @@ class Turns:
 
 def measure_in_turns(
     repository: Repository,
-    sides: Sequence[Checkout],
+    commits: Sequence[Checkout],
     words: Sequence[str],
     *,
     out: Path,
@@ -212,18 +212,18 @@ def measure_in_turns(
     Ctrl-C leaves the runs that are done. Raises InputError, with the script's last lines, where a process ends without
     a run that was measured to the end.
     """
-    turns = Turns(runs={side.name: [] for side in sides})
+    turns = Turns(runs={side.name: [] for side in commits})
     for word in words:
         lacking = [
-            side for side in sides if not Path(side.root, repository.below, _at(side, repository, word)).is_file()
+            side for side in commits if not Path(side.root, repository.below, _at(side, repository, word)).is_file()
         ]
-        if word.endswith(".py") and 0 < len(lacking) < len(sides):
+        if word.endswith(".py") and 0 < len(lacking) < len(commits):
             raise InputError(f"{word} is not there at {lacking[0].title}")
     with tempfile.TemporaryDirectory(prefix="stepscope-caches-") as caches:
         try:
             for number in range(processes):
-                for side in sides if number % 2 == 0 else reversed(sides):
-                    done, whole = sum(map(len, turns.runs.values())), processes * len(sides)
+                for side in commits if number % 2 == 0 else reversed(commits):
+                    done, whole = sum(map(len, turns.runs.values())), processes * len(commits)
                     tell(Stage(name=f"process {done + 1} of {whole}", detail=side.title, fraction=done / whole))
                     turns.runs[side.name].append(
                         _one(repository, side, words, out.resolve() / side.folder, Path(caches))
@@ -345,7 +345,7 @@ def _moved(place: Path, repository: Repository, side: Checkout) -> Path:
 
 def _editable(repository: Repository) -> list[Path]:
     """Folders of the repository from which packages are installed as editable: the project's, and its src."""
-    found: list[Path] = []
+    places: list[Path] = []
     for package in importlib.metadata.distributions():
         text = package.read_text("direct_url.json")
         about: Any = json.loads(text) if text else {}
@@ -353,8 +353,8 @@ def _editable(repository: Repository) -> list[Path]:
             continue
         folder = Path(about["url"].removeprefix("file://")).resolve()
         if folder.is_relative_to(repository.root):
-            found += [place for place in (folder / "src", folder) if place.is_dir()]
-    return found
+            places += [place for place in (folder / "src", folder) if place.is_dir()]
+    return places
 
 
 class _Guard(MetaPathFinder):

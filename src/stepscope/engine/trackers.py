@@ -32,9 +32,9 @@ def trackers_named(names: str | Iterable[str]) -> tuple[str, ...]:
     """These trackers, each once. Raises InputError for one that is unknown, or whose library is not installed."""
     chosen = tuple(choose(name, tuple(TRACKERS), "log") for name in ([names] if isinstance(names, str) else names))
     for name in chosen:
-        found = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name)
         # Without an origin it is a plain folder of this name, as wandb makes for its files.
-        if name not in sys.modules and (found is None or found.origin is None):
+        if name not in sys.modules and (spec is None or spec.origin is None):
             raise InputError(f"--log {name} needs {TRACKERS[name]}, which is not installed here: pip install {name}")
     return tuple(dict.fromkeys(chosen))
 
@@ -144,8 +144,8 @@ _INTO: dict[str, Callable[[Figures, int], str | None]] = {
 def _own_wandb(figures: Figures, run: Run, directory: Path) -> str:
     wandb = importlib.import_module("wandb")
     project = os.environ.get("WANDB_PROJECT", "stepscope")
-    with wandb.init(project=project, name=run.id, config=_described(run)) as own:
-        own.log(dict(figures))
+    with wandb.init(project=project, name=run.id, config=_described(run)) as tracked:
+        tracked.log(dict(figures))
     return f"the run {run.id} of the project {project}"
 
 

@@ -86,11 +86,11 @@ from stepscope.training.user_module.user_code import source_digest, structure_di
 class WatchedDraft(RunDraft):
     """The draft of a watched loop's run. When it is made, it makes the directory and writes the first record."""
 
-    def __init__(self, request: WatchRequest, found: LoopStep, device: torch.device) -> None:
+    def __init__(self, request: WatchRequest, step: LoopStep, device: torch.device) -> None:
         self.device, self._request = device, request
-        self._model = weakref.ref(found.model)
-        self.loop = _loop(found)
-        workload = watched_workload(found, self.loop, request.program)
+        self._model = weakref.ref(step.model)
+        self.loop = _loop(step)
+        workload = watched_workload(step, self.loop, request.program)
         directory = create_run_directory(request.runs, workload)
         script = getattr(sys.modules["__main__"], "__file__", None)
         self.loop = msgspec.structs.replace(self.loop, library=_library(), sources=_sources(script, directory))
@@ -135,23 +135,23 @@ class WatchedDraft(RunDraft):
             self.keep_growth()
 
 
-def watched_workload(found: LoopStep, loop: WatchedLoop, program: str) -> WatchedWorkload:
+def watched_workload(step: LoopStep, loop: WatchedLoop, program: str) -> WatchedWorkload:
     """The loop as an experiment, described by one of its steps."""
-    model = found.model
+    model = step.model
     world = int(os.environ.get("WORLD_SIZE", "1") or 1)
     script = getattr(sys.modules.get("__main__"), "__file__", None)  # a notebook has none
     return WatchedWorkload(
         model=UserModel(
-            name=found.name,
+            name=step.name,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            inputs=_inputs(found.roots[0], found.batches) if found.roots else {},
+            inputs=_inputs(step.roots[0], step.batches) if step.roots else {},
             structure=structure_digest(model),
             source=source_digest(model, [Path(script) if script is not None else None]),
         ),
         dtype=_dtype(loop),
-        compile="default" if found.compiled else "eager",
-        optimizer=class_name(found.optimizer) if found.optimizer is not None else None,
-        accumulation=found.micro_batches,
+        compile="default" if step.compiled else "eager",
+        optimizer=class_name(step.optimizer) if step.optimizer is not None else None,
+        accumulation=step.micro_batches,
         program=program,
         rank=int(os.environ.get("RANK", "0")) if world > 1 else None,
         world_size=world,
@@ -186,35 +186,35 @@ def _sources(script: str | None, directory: Path) -> tuple[SourceFile, ...]:
             file = Path(name).resolve()
             if file.is_relative_to(folder) and "site-packages" not in file.parts:
                 files.append(file)
-    found: list[SourceFile] = []
+    sources: list[SourceFile] = []
     for file in list(dict.fromkeys(files))[:_MOST_SOURCES]:
         with contextlib.suppress(OSError):
             if file.stat().st_size <= _LARGEST_SOURCE:
                 digest = hashlib.sha256(file.read_bytes()).hexdigest()
-                found.append(SourceFile(path=os.path.relpath(file, directory.resolve()), digest=digest))
-    return tuple(found)
+                sources.append(SourceFile(path=os.path.relpath(file, directory.resolve()), digest=digest))
+    return tuple(sources)
 
 
-def _loop(found: LoopStep) -> WatchedLoop:
+def _loop(step: LoopStep) -> WatchedLoop:
     dtypes: dict[str, int] = {}
-    for parameter in found.model.parameters():
+    for parameter in step.model.parameters():
         name = str(parameter.dtype).removeprefix("torch.")
         dtypes[name] = dtypes.get(name, 0) + parameter.numel()
     return WatchedLoop(
-        why=found.why,
-        modules=tuple(class_name(root.module) for root in found.roots),
-        optimizers=tuple(class_name(optimizer) for optimizer in found.optimizers),
-        forwards=found.forwards,
-        backwards=found.backwards,
-        evaluations=found.evaluations,
-        autocast=next((root.autocast for root in found.roots if root.autocast), None),
+        why=step.why,
+        modules=tuple(class_name(root.module) for root in step.roots),
+        optimizers=tuple(class_name(optimizer) for optimizer in step.optimizers),
+        forwards=step.forwards,
+        backwards=step.backwards,
+        evaluations=step.evaluations,
+        autocast=next((root.autocast for root in step.roots if root.autocast), None),
         parameter_dtype=max(dtypes, key=lambda name: dtypes[name], default=""),
-        module_forwards=tuple(root.calls for root in found.roots),
-        optimizer_models=tuple(" and ".join(found.models_of(optimizer)) for optimizer in found.optimizers),
-        optimizer_steps=tuple(found.steps_of(optimizer) for optimizer in found.optimizers),
-        trainable=found.trainable,
-        tokens=_tokens(found.batches),
-        in_backward=found.in_backward,
+        module_forwards=tuple(root.calls for root in step.roots),
+        optimizer_models=tuple(" and ".join(step.models_of(optimizer)) for optimizer in step.optimizers),
+        optimizer_steps=tuple(step.steps_of(optimizer) for optimizer in step.optimizers),
+        trainable=step.trainable,
+        tokens=_tokens(step.batches),
+        in_backward=step.in_backward,
     )
 
 
@@ -239,7 +239,7 @@ def _tokens(calls: Sequence[CallSeen]) -> int | None:
 def _inputs(root: ModuleSeen, calls: Sequence[CallSeen]) -> dict[str, Input]:
     """The tensors of a whole step, in which the root is called on samples that differ: the samples of all these calls,
     each as large as the largest. A call that takes one sample without a dimension for the batch counts as one."""
-    largest = {name: max(seen, key=lambda tensor: tensor.shape) for name, seen in root.inputs.items()}
+    largest = {name: max(tensors, key=lambda tensor: tensor.shape) for name, tensors in root.inputs.items()}
     first = next((tensor.shape[0] for tensor in largest.values() if tensor.shape), None)
     inputs: dict[str, Input] = {}
     for name, tensor in largest.items():
@@ -435,28 +435,28 @@ class WatchedRun:
         when_imported(rules, lambda: sys.modules[rules].add("stepscope.recording"))
         self.watch.start()
 
-    def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:
+    def stages_for(self, loop: LoopStep, first_step: int) -> Sequence[Stage]:
         """Make the run's directory, and return the stages for the steps that follow."""
-        device = next(found.model.parameters()).device
+        device = next(loop.model.parameters()).device
         if device.type not in ("cpu", "cuda"):
             raise InputError(f"the model is on {device}, and a loop is watched on a CPU or a CUDA GPU")
-        draft = self._draft = WatchedDraft(self.request, found, device)
-        if not found.roots:
+        draft = self._draft = WatchedDraft(self.request, loop, device)
+        if not loop.roots:
             draft.note(
                 f"forward, which counts as rest: the loop calls no module that holds what trains; model(x) in place of "
-                f"model.forward(x) makes {found.name} one"
-                if not isinstance(found.model, Loose)
+                f"model.forward(x) makes {loop.name} one"
+                if not isinstance(loop.model, Loose)
                 else "forward, which counts as rest: what trains belongs to no module"
             )
         settings, phases = self.request.settings, self.watch.phases
-        marks = _MARKS_A_STEP * max(1, found.forwards, found.backwards) * (settings.steps_cap + settings.warmup_cap)
-        readings = self._readings = _Readings(draft, found)
+        marks = _MARKS_A_STEP * max(1, loop.forwards, loop.backwards) * (settings.steps_cap + settings.warmup_cap)
+        readings = self._readings = _Readings(draft, loop)
         # Where a profiler has been on a GPU, its library slows down what is launched afterwards.
         slowed = device.type == "cuda" and "kineto" in self.request.trace.tools
         more = self.request.between is None and settings.steps_floor < settings.steps_cap
-        step = WatchedStep(found)
-        asked = self._asked(step, draft, device)
-        if asked and more:  # The loop may be short: warm-up leaves steps for what was asked.
+        step = WatchedStep(loop)
+        stages = self._asked(step, draft, device)
+        if stages and more:  # The loop may be short: warm-up leaves steps for what was asked.
             settings = msgspec.structs.replace(settings, warmup_cap=min(settings.warmup_cap, SOON_STEADY))
         timed = self._timed = TimedSteps(
             Stopwatch(marks_for(device, min(marks, _MOST_MARKS))),
@@ -477,10 +477,10 @@ class WatchedRun:
         )
         observed = ObservedStep(step, phases, device, draft.keep_memory)
         if os.environ.get("RANK", "0") == "0":
-            self._count = StepCount(self.watch, found)
+            self._count = StepCount(self.watch, loop)
             self._live = _Live(draft, self._count, self._show, self._say)
         # What was asked for comes first, and the rest of what is timed last, for which the loop may be too short.
-        return [timed, *asked, observed, looked, *([timed] if more and not slowed else [])]
+        return [timed, *stages, observed, looked, *([timed] if more and not slowed else [])]
 
     def _asked(self, step: WatchedStep, draft: WatchedDraft, device: torch.device) -> list[Stage]:
         """The stages that record what was asked for."""
@@ -603,7 +603,7 @@ class WatchedRun:
         timed, draft, readings = self._timed, self._draft, self._readings
         assert timed is not None and draft is not None and readings is not None
         samples = timed.samples()
-        count, asked = samples["step"].count, self.request.settings.steps_floor
+        count, requested = samples["step"].count, self.request.settings.steps_floor
         draft.set(samples=samples, warmup_steady=timed.steady)
         forwards, backwards = timed.entered(FORWARD, count), timed.entered(BACKWARD, count)
         usual = max((forwards.count(each) for each in set(forwards)), default=0)
@@ -620,10 +620,10 @@ class WatchedRun:
         )
         draft.set_evidence(loop=loop)
         readings.read_after(count, whole=bool(timed.measured))
-        if count < asked:
-            missing = f"{asked - count} of the {asked} steps" if count else counted(asked, "step")
-            draft.note(f"{missing} that {'was' if asked == 1 else 'were'} asked for, since the loop ended before")
-        if count >= asked:
+        if count < requested:
+            missing = f"{requested - count} of the {requested} steps" if count else counted(requested, "step")
+            draft.note(f"{missing} that {'was' if requested == 1 else 'were'} asked for, since the loop ended before")
+        if count >= requested:
             draft.set(status="done")
             self._hand_out(draft.run, last=False)
             # The process may be killed before the rest is known.
@@ -696,10 +696,10 @@ class _Readings:
     _root: nn.Module | None = weakly(or_none=True)
     _optimizers: Sequence[torch.optim.Optimizer] = weakly_each()
 
-    def __init__(self, draft: WatchedDraft, found: LoopStep) -> None:
-        self._draft, self._is_compiled = draft, found.compiled
-        self._optimizer, self._root = found.optimizer, found.forward_module
-        self._optimizers = found.optimizers
+    def __init__(self, draft: WatchedDraft, step: LoopStep) -> None:
+        self._draft, self._is_compiled = draft, step.compiled
+        self._optimizer, self._root = step.optimizer, step.forward_module
+        self._optimizers = step.optimizers
         self._gpu: GpuReading | None = None
         self._load: HostLoad | None = None
         self._counted: int | None = None

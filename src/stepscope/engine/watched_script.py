@@ -108,12 +108,12 @@ def _script(name: str) -> str:
 def _launch(words: list[str]) -> Launch:
     from torch.distributed.run import get_args_parser  # noqa: PLC0415  (torch, which nothing else here needs)
 
-    found = get_args_parser().parse_args(words)
-    script, arguments = str(found.training_script), [str(word) for word in found.training_script_args]
+    parsed = get_args_parser().parse_args(words)
+    script, arguments = str(parsed.training_script), [str(word) for word in parsed.training_script_args]
     options = words[: len(words) - len(arguments) - 1]
-    if found.no_python:
+    if parsed.no_python:
         raise InputError("with --no-python torchrun comes first: torchrun ... --no-python stepscope watch -- train.py")
-    if found.module:
+    if parsed.module:
         options = [word for word in options if word not in ("-m", "--module")]
         return Launch(tuple(options), Program(script, tuple(arguments), is_module=True))
     return Launch(tuple(options), Program(_script(script), tuple(arguments)))
@@ -190,12 +190,12 @@ def wait_for_threads() -> None:
 def without_our_frames(error: BaseException) -> None:
     """Take the frames of what watches out of the traceback of an exception, and of those that it came from."""
     waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
+    visited: set[int] = set()
     while waiting:
         known = waiting.pop()
-        if known is None or id(known) in seen:
+        if known is None or id(known) in visited:
             continue
-        seen.add(id(known))
+        visited.add(id(known))
         traceback, theirs = known.__traceback__, list[types.TracebackType]()
         while traceback is not None:
             if not traceback.tb_frame.f_code.co_filename.startswith(_OURS):

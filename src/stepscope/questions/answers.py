@@ -208,9 +208,9 @@ INPUT_OVERFLOWS = Deviation(error=math.nan, word="input overflows")
 
 
 def deviation(measured: "Tensor", reference: "Tensor", *inputs: "Tensor") -> Deviation:
-    """The largest relative error of a row of `found` (..., W) against a float64 reference of that shape, or a word.
+    """The largest relative error of a row of `measured` (..., W) against a float64 reference of that shape, or a word.
 
-    given: what went in, in its format.
+    inputs: what went in, in its format.
     """
     import torch
 

@@ -22,10 +22,10 @@ NO_DIFFERENCE = 0.01
 
 def answer_bench(bench: Bench) -> answer.Answer:
     """Tables, a curve over sizes where there are several, and what follows."""
-    asked = next(iter(bench.functions))
+    function = next(iter(bench.functions))
     return answer.Answer(
         study="bench",
-        question=f"Is {asked} right, and is it faster?",
+        question=f"Is {function} right, and is it faster?",
         device=bench.environment.device_name,
         date=bench.created[:10],
         versions=dict(bench.environment.versions),
@@ -68,13 +68,13 @@ def _base(bench: Bench, row: Timing) -> str:
 
 
 def _lead(bench: Bench) -> Iterator[answer.Line]:
-    asked = next(iter(bench.functions))
-    verdict = verdict_of(bench, asked)
+    judged = next(iter(bench.functions))
+    verdict = verdict_of(bench, judged)
     tone: answer.Tone = "bad" if verdict == "wrong" else "good" if verdict.startswith("right") else "care"
     where = f"{bench.environment.device_name}, {bench.dtype}, {'forward and backward' if bench.backward else 'forward'}"
-    yield answer.Line(f"{bench.functions[asked]} on {where}", "strong")
+    yield answer.Line(f"{bench.functions[judged]} on {where}", "strong")
     if verdict == "wrong":
-        first = bench.wrong(asked)[0]
+        first = bench.wrong(judged)[0]
         yield answer.Line(f"Wrong, so it has no time: {first.case} ({first.inputs}): {first.reason}.", "bad")
         return
     yield answer.Line(
@@ -83,15 +83,15 @@ def _lead(bench: Bench) -> Iterator[answer.Line]:
     )
     stands = decided(bench)
     for row in bench.timings:
-        if row.ratio is not None and row.function != asked and _base(bench, row) == asked:
-            yield answer.Line(f"{_where(row)}{_contest(asked, row, stands[row.function, row.inputs])}.")
+        if row.ratio is not None and row.function != judged and _base(bench, row) == judged:
+            yield answer.Line(f"{_where(row)}{_contest(judged, row, stands[row.function, row.inputs])}.")
 
 
 def _where(row: Timing) -> str:
     return f"{size_words(row.sizes)}: " if row.sizes else ""
 
 
-def _contest(asked: str, row: Timing, stands: bool) -> str:
+def _contest(name: str, row: Timing, stands: bool) -> str:
     """Who is faster, by how much and how sure that is."""
     ratio, interval = row.ratio or 1.0, row.interval
     if not stands:
@@ -100,12 +100,12 @@ def _contest(asked: str, row: Timing, stands: bool) -> str:
         )
     if abs(ratio - 1) < NO_DIFFERENCE:
         return (
-            f"{asked} and {row.function} take equally long, to within {format_share(NO_DIFFERENCE)}{_within(interval)}"
+            f"{name} and {row.function} take equally long, to within {format_share(NO_DIFFERENCE)}{_within(interval)}"
         )
     if ratio > 1:
-        return f"{asked} is {ratio:.2f} times as fast as {row.function}{_within(interval)}"
+        return f"{name} is {ratio:.2f} times as fast as {row.function}{_within(interval)}"
     inverse = Interval(low=1 / interval.high, high=1 / interval.low) if interval is not None else None
-    return f"{asked} takes {1 / ratio:.2f} times as long as {row.function}{_within(inverse)}"
+    return f"{name} takes {1 / ratio:.2f} times as long as {row.function}{_within(inverse)}"
 
 
 def _within(interval: Interval | None) -> str:
@@ -115,19 +115,19 @@ def _within(interval: Interval | None) -> str:
 def _right(bench: Bench) -> answer.Table:
     """A row for each case of the function that is asked about, and one for each of the others: what came nearest to its
     bound."""
-    asked = next(iter(bench.functions))
+    judged = next(iter(bench.functions))
     groups: dict[tuple[str, str], list[Verdict]] = {}
     for verdict in bench.verdicts:
-        groups.setdefault((verdict.function, verdict.case if verdict.function == asked else ""), []).append(verdict)
+        groups.setdefault((verdict.function, verdict.case if verdict.function == judged else ""), []).append(verdict)
     rows: list[tuple[answer.Cell, ...]] = []
     tones: dict[int, answer.Tone] = {}
     rules: list[int] = []
     order = ("not judged", "right", "refused", "wrong")
-    for (function, case), verdicts in sorted(groups.items(), key=lambda one: one[0][0] != asked):
+    for (function, case), verdicts in sorted(groups.items(), key=lambda one: one[0][0] != judged):
         # The gravest, and of those the one nearest to its bound.
         verdict = max(verdicts, key=lambda one: (order.index(one.judged), max(map(_share, one.errors), default=0.0)))
         worst = max(verdict.errors, key=_share, default=None)
-        if function != asked and not rules:
+        if function != judged and not rules:
             rules.append(len(rows))
         if verdict.judged != "right":
             tones[len(rows)] = "bad" if verdict.judged == "wrong" else "care"
@@ -174,11 +174,11 @@ def _time(bench: Bench) -> answer.Table:
         if row.outcome != "measured":
             tones[len(rows)] = "bad" if row.outcome in ("wrong", "failed") else "care"
         within = f"{row.interval.low:.3f} to {row.interval.high:.3f}" if row.interval is not None else None
-        own = row.function == _base(bench, row)
+        is_base = row.function == _base(bench, row)
         rows.append((
             size_words(row.sizes) or row.inputs, row.function,
             row.forward.median_s if row.forward else None, row.backward.median_s if row.backward else None, row.seconds,
-            None if own else row.ratio, None if own else within,
+            None if is_base else row.ratio, None if is_base else within,
             row.host.median_s if row.host else None, row.first_s, row.saved_bytes, row.beyond_bytes,
             row.outcome if row.outcome != "measured" else "", row.reason if row.outcome != "wrong" else "",
         ))  # fmt: skip

@@ -50,21 +50,21 @@ def parse_shape(text: str) -> tuple[TensorSpec, ...]:
     """The tensors that --shape names. Raises InputError for what cannot be read."""
     specs: list[TensorSpec] = []
     for part in text.replace(" ", "").split(","):
-        found = _ARGUMENT.fullmatch(part)
-        if found is None:
+        match = _ARGUMENT.fullmatch(part)
+        if match is None:
             raise InputError(f"--shape {text!r}: {part!r} is no shape: {_HOW}")
-        dtype, below = found["dtype"] or "", found["below"]
+        dtype, below = match["dtype"] or "", match["below"]
         if dtype and dtype not in DTYPES:
             raise InputError(f"--shape {text!r}: {dtype!r} is no dtype: choose among {', '.join(DTYPES)}")
         if (dtype in INTEGERS) != (below is not None):
             raise InputError(f"--shape {text!r}: integers need what they are below, as in int64<50257, and only these")
-        times = int(found["times"] or 1)
-        if not 1 <= times <= 16 or (times > 1 and found["name"]):
+        times = int(match["times"] or 1)
+        if not 1 <= times <= 16 or (times > 1 and match["name"]):
             raise InputError(f"--shape {text!r}: {part!r}: *N repeats a tensor without a name, up to 16 times")
         spec = TensorSpec(
-            shape=tuple(map(_size, found["dims"].split("x"))),
+            shape=tuple(map(_size, match["dims"].split("x"))),
             dtype=dtype,
-            name=found["name"] or "",
+            name=match["name"] or "",
             below=None if below is None else _size(below),
         )
         specs += [spec] * times

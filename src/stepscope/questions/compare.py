@@ -416,9 +416,9 @@ def _differing(one: Run, other: Run) -> set[str]:
     return {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
 
 
-def comparable_fields(sides: Iterable[Side]) -> set[str]:
+def comparable_fields(compared: Iterable[Side]) -> set[str]:
     """The fields in which workloads of these sides may differ."""
-    return {name for side in sides for run, _ in side.runs for name in _fields(run)}
+    return {name for side in compared for run, _ in side.runs for name in _fields(run)}
 
 
 def _nothing_shared(before: Side, after: Side, first: Sequence[RunSet], second: Sequence[RunSet]) -> str:

@@ -536,10 +536,10 @@ def short_names(compared: SideComparison) -> list[str]:
     common = set(parts[0]).intersection(*parts[1:]) if len(parts) > 1 else set[str]()
     rests = [", ".join(part for part in label if part not in common) for label in parts]
     names = [rest or pair.label for rest, pair in zip(rests, compared.pairs, strict=True)]
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for place, name in enumerate(names):
-        seen[name] += 1
-        names[place] = f"{name} ({seen[name]})" if seen[name] > 1 else name
+        counts[name] += 1
+        names[place] = f"{name} ({counts[name]})" if counts[name] > 1 else name
     return names
 
 

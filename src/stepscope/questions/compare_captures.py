@@ -239,8 +239,8 @@ def _place_table(comparison: CaptureComparison) -> Table:
 def _kernel_table(comparison: CaptureComparison) -> Table:
     shown, rest = comparison.kernels.head(ROWS_SHOWN), comparison.kernels[ROWS_SHOWN:]
     labels = kernel_labels(shown["name"].to_list())
-    seen = {"appeared": "new", "disappeared": "gone"}
-    rows = [(labels[row["name"]], seen.get(row["change"]), *_figures(row)) for row in shown.iter_rows(named=True)]
+    words = {"appeared": "new", "disappeared": "gone"}
+    rows = [(labels[row["name"]], words.get(row["change"]), *_figures(row)) for row in shown.iter_rows(named=True)]
     rows += [(f"{rest.height} more kernels", None, *_figures(_sums(rest)))] if rest.height else []
     return table_of("kernel, ms a step", "status", *_FIGURES, rows=rows, tones=_tones(shown, rest))
 

@@ -99,9 +99,9 @@ def _slower(compared: SideComparison, pair: SidePair, limit: float) -> Iterator[
     """Fails where the whole interval of the change lies above the limit. The intervals of several pairs are widened so
     that all hold together."""
     change = pair.change(compared.value, compared.level)
-    asked = f"{pair.label} by more than {format_share(limit)}"
+    limit_words = f"{pair.label} by more than {format_share(limit)}"
     if change is None or change.interval is None:
-        yield f"{asked}: too few processes", False
+        yield f"{limit_words}: too few processes", False
         return
     low, high = change.interval.low - 1, change.interval.high - 1
     if low > limit:
@@ -111,7 +111,7 @@ def _slower(compared: SideComparison, pair: SidePair, limit: float) -> Iterator[
         yield f"slower than {format_share(limit)} allows: {pair.label} is {by}", True
     elif high > limit:
         apart = ", not measured in turns" if change.may_be_drift else ""
-        yield f"{asked}: {format_share(low)} to {format_share(high)} slower{apart}", False
+        yield f"{limit_words}: {format_share(low)} to {format_share(high)} slower{apart}", False
 
 
 def _larger(pair: SidePair, growth: Growth) -> Iterator[tuple[str, bool]]:

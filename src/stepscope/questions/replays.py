@@ -106,7 +106,7 @@ def hooked(model: nn.Module, enter: Callable[..., None], leave: Callable[..., No
 
 
 def distance(result: StepResult, reference: StepResult) -> Distance:
-    """How far `found` is from `reference`: a missing gradient counts as zero, one that is not finite as infinitely
+    """How far `result` is from `reference`: a missing gradient counts as zero, one that is not finite as infinitely
     far."""
     off, size = {}, []
     for name in dict.fromkeys((*reference.gradients, *result.gradients)):

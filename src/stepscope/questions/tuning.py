@@ -87,7 +87,7 @@ def _groups(best: Workload) -> Iterator[Change]:
 
 def groups_that_may(best: Workload, kept: frozenset[str]) -> list[Change]:
     """The usually faster changes (`_groups`) that this step can take together, without the fields in `kept`."""
-    found: list[Change] = []
+    groups: list[Change] = []
     step = best
     for group in _groups(best):
         different = {name: value for name, value in group.items() if getattr(best, name) != value and name not in kept}
@@ -95,8 +95,8 @@ def groups_that_may(best: Workload, kept: frozenset[str]) -> list[Change]:
         if different:
             with contextlib.suppress(InputError):  # the rest may do without
                 step = changed(step, different)
-                found.append(different)
-    return found
+                groups.append(different)
+    return groups
 
 
 def _attentions(best: Workload, on_gpu: bool) -> Iterator[Change]:
@@ -148,8 +148,8 @@ def recomputed(best: Workload) -> tuple[str, ...]:
     """Checkpointing that the step may have, by what it computes again: the least first."""
     if best.attention is None or not is_kept(best.attention):
         return ("none", *KEEPING, "every-1")
-    own = (best.checkpointing,) if selective_of(best.checkpointing) else ()
-    mixed = sorted({*mixtures(best.layers), *own}, key=lambda each: selective_of(each) or 0, reverse=True)
+    current = (best.checkpointing,) if selective_of(best.checkpointing) else ()
+    mixed = sorted({*mixtures(best.layers), *current}, key=lambda each: selective_of(each) or 0, reverse=True)
     return ("none", "selective", *mixed, "attention", "every-1")
 
 
@@ -263,19 +263,19 @@ def changes_of(
     """
     if round_.of_gpu and not on_gpu:
         return
-    seen = {best.key}
+    keys = {best.key}
     for change in round_.changes(best, on_gpu):
         different = {name: value for name, value in change.items() if getattr(best, name) != value}
         if not different or kept & different.keys() or not different.keys() <= {*best.__struct_fields__}:
             continue
         try:
-            made = changed(best, different)
+            workload = changed(best, different)
         except InputError as error:
             yield different, str(error)
             continue
-        if made.key not in seen:
-            seen.add(made.key)
-            yield different, made
+        if workload.key not in keys:
+            keys.add(workload.key)
+            yield different, workload
 
 
 # The search: round after round, the fastest change that surely helps is taken; then the end is confirmed.
@@ -335,14 +335,14 @@ class Search:
         before = self.best
         usual = groups_that_may(before, self.kept) if self.on_gpu else []
         usual = self._go_together(usual, bench, tell)
-        taken = self.best != before
+        improved = self.best != before
         for round_ in ROUNDS:
             if round_.name == MEMORY_AGAIN and self.best == before:
                 continue  # it needs what it needed
             self._go(round_, bench, tell)
             if round_.name == MEMORY_AGAIN:
                 self._go_between("blocks again", bench, tell)
-        if taken:
+        if improved:
             self._go(without(usual, before), bench, tell)
 
     def _go_between(self, name: str, bench: Bench, tell: Callable[[str], None]) -> None:
@@ -369,30 +369,30 @@ class Search:
         return others
 
     def _go(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> None:
-        if (taken := self._round(round_, bench, tell)) is not None:
-            self.best = taken
+        if (faster := self._round(round_, bench, tell)) is not None:
+            self.best = faster
 
     def _round(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> Workload | None:
         """Try the changes of a round; returns the step with the one that is taken."""
         raced: list[tuple[int, Workload]] = []
-        found = list(changes_of(round_, self.best, on_gpu=self.on_gpu, kept=self.kept))
-        possible = [made for _, made in found if round_.by_plan and not isinstance(made, str)]
+        changes = list(changes_of(round_, self.best, on_gpu=self.on_gpu, kept=self.kept))
+        possible = [workload for _, workload in changes if round_.by_plan and not isinstance(workload, str)]
         planned = self._planned(possible, bench) if possible else {}
         least_s = min(planned.values(), default=0.0)
-        for change, made in found:
-            if isinstance(made, str):
-                self.tried.append(Tried(round=round_.name, change=change, verdict="refused", why=made))
+        for change, workload in changes:
+            if isinstance(workload, str):
+                self.tried.append(Tried(round=round_.name, change=change, verdict="refused", why=workload))
             elif not bench.time_left(self.baseline, self.best):
                 self.tried.append(Tried(round=round_.name, change=change, verdict="not reached", why=NOT_REACHED))
-            elif (why := bench.fits(made)) is not None:
+            elif (why := bench.fits(workload)) is not None:
                 self.tried.append(Tried(round=round_.name, change=change, verdict="does not fit", why=why))
-            elif (far_s := planned.get(made.key, 0.0)) > FAR * least_s:
+            elif (far_s := planned.get(workload.key, 0.0)) > FAR * least_s:
                 why = f"planned to take {format_seconds(far_s)}, and another {format_seconds(least_s)}"
                 self.tried.append(Tried(round=round_.name, change=change, verdict="slower by plan", why=why))
             else:
                 tell(f"{round_.name}: {change_words(change)}")
-                raced.append((len(self.tried), made))
-                tried = bench.race(self.best, made)
+                raced.append((len(self.tried), workload))
+                tried = bench.race(self.best, workload)
                 if tried.ratio is not None:
                     tell(f"{change_words(change)}: {tried.ratio:.3f} times as long as the best step")
                 self.tried.append(msgspec.structs.replace(tried, round=round_.name, change=change))
@@ -422,9 +422,9 @@ class Search:
         self.tried[place] = msgspec.structs.replace(self.tried[place], verdict="taken")
         return dict(raced)[place]
 
-    def so_far(self, asked: Workload) -> Tuned:
+    def so_far(self, workload: Workload) -> Tuned:
         """What was found until now."""
-        return Tuned(asked=asked, baseline=self.baseline, best=self.best, tried=tuple(self.tried))
+        return Tuned(asked=workload, baseline=self.baseline, best=self.best, tried=tuple(self.tried))
 
 
 # Search, check the losses, confirm: `tune` goes this way, and what it has when it is interrupted is its answer.
@@ -436,7 +436,7 @@ are taken back where the losses depart."""
 
 
 def tune(
-    asked: Workload, racing: Racing, *, device: str, on_gpu: bool, kept: frozenset[str] = frozenset(),
+    start: Workload, racing: Racing, *, device: str, on_gpu: bool, kept: frozenset[str] = frozenset(),
     named: Mapping[str, Sequence[str]] | None = None, memory_limit_bytes: int | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Tuned:  # fmt: skip
@@ -446,63 +446,63 @@ def tune(
     tried, in words. Interrupted, it returns what it found. Raises InputError for a step that is no training step, or
     that nothing makes fit.
     """
-    if asked.phase != "train":
-        raise InputError(f"tune makes a training step faster, and --phase {asked.phase} asks for another: leave it out")
+    if start.phase != "train":
+        raise InputError(f"tune makes a training step faster, and --phase {start.phase} asks for another: leave it out")
     try:
-        baseline = one_that_fits(asked, racing, kept)
+        baseline = one_that_fits(start, racing, kept)
     except KeyboardInterrupt:
-        return Tuned(asked=asked, baseline=asked, best=asked, interrupted=True, seconds=racing.seconds)
+        return Tuned(asked=start, baseline=start, best=start, interrupted=True, seconds=racing.seconds)
     search = Search(baseline=baseline, on_gpu=on_gpu, kept=kept | racing.fixed, named=named or {})
-    found = Tuned(asked=asked, baseline=baseline, best=baseline)
+    tuned = Tuned(asked=start, baseline=baseline, best=baseline)
     try:
         search.run(racing, tell)
-        found = search.so_far(asked)
-        while found.best != baseline:
-            if not racing.time_for_losses(baseline, found.best):
-                found = msgspec.structs.replace(found, why_no_losses="the budget leaves no time for it")
+        tuned = search.so_far(start)
+        while tuned.best != baseline:
+            if not racing.time_for_losses(baseline, tuned.best):
+                tuned = msgspec.structs.replace(tuned, why_no_losses="the budget leaves no time for it")
                 break
             tell("losses of both steps")
             try:
                 losses = curves(
-                    baseline, found.best, device, memory_limit_bytes, out=Path(racing.out), fresh=racing.fresh
+                    baseline, tuned.best, device, memory_limit_bytes, out=Path(racing.out), fresh=racing.fresh
                 )
             except StepscopeError as error:
-                found = msgspec.structs.replace(found, curves=(), why_no_losses=str(error))
+                tuned = msgspec.structs.replace(tuned, curves=(), why_no_losses=str(error))
                 break
-            found = msgspec.structs.replace(
-                found, curves=losses, departs_at=departs_at(losses), why_no_losses=why_not_compared(losses)
+            tuned = msgspec.structs.replace(
+                tuned, curves=losses, departs_at=departs_at(losses), why_no_losses=why_not_compared(losses)
             )
-            if found.departs_at is None:
+            if tuned.departs_at is None:
                 break
-            found = without_numeric_changes(found)
-        if found.best != baseline and racing.time_to_confirm(baseline, found.best):
+            tuned = without_numeric_changes(tuned)
+        if tuned.best != baseline and racing.time_to_confirm(baseline, tuned.best):
             tell("both steps in processes of their own")
-            found = _confirmed(found, racing)
+            tuned = _confirmed(tuned, racing)
     except KeyboardInterrupt:
-        known = found if found.tried else search.so_far(asked)
-        found = msgspec.structs.replace(known, interrupted=True)
+        known = tuned if tuned.tried else search.so_far(start)
+        tuned = msgspec.structs.replace(known, interrupted=True)
     where = racing.where
     return msgspec.structs.replace(
-        found, seconds=racing.seconds, budget_s=racing.budget_s, needed_s=racing.needed_s,
+        tuned, seconds=racing.seconds, budget_s=racing.budget_s, needed_s=racing.needed_s,
         folder=racing.out, doubt=racing.doubt, own_optimizer=racing.own_optimizer,
         device=where.device_name if where is not None else "", versions=where.versions if where is not None else {},
     )  # fmt: skip
 
 
-def one_that_fits(asked: Workload, racing: Racing, kept: frozenset[str] = frozenset()) -> Workload:
+def one_that_fits(workload: Workload, racing: Racing, kept: frozenset[str] = frozenset()) -> Workload:
     """The step, or the one that computes least again of those that fit and run. kept: fields that stay as they are."""
-    why = racing.fits(asked) or racing.runs_alone(asked)
+    why = racing.fits(workload) or racing.runs_alone(workload)
     if why is None:
-        return asked
+        return workload
     # Ranks that keep all of the step's state each may shard it: that comes first, and what cannot be sharded after it.
-    whole = asked.ranks > 1 and PARAMETERS not in strategy_named(asked.parallel).shards
+    whole = workload.ranks > 1 and PARAMETERS not in strategy_named(workload.parallel).shards
     sharded: list[Change] = [{"parallel": "fsdp2"}] if whole else []
-    for change in (*sharded, *({**each, **change} for each in (*sharded, {}) for change in lighter(asked))):
-        if any(name in kept and getattr(asked, name) != value for name, value in change.items()):
+    for change in (*sharded, *({**each, **change} for each in (*sharded, {}) for change in lighter(workload))):
+        if any(name in kept and getattr(workload, name) != value for name, value in change.items()):
             continue
         try:
-            other = changed(asked, change)
-            if other != asked and racing.fits(other) is None and racing.runs_alone(other) is None:
+            other = changed(workload, change)
+            if other != workload and racing.fits(other) is None and racing.runs_alone(other) is None:
                 if "checkpointing" in kept:
                     return other
                 more = with_most_blocks(other, lambda step: racing.fits(step) is None)
@@ -512,13 +512,13 @@ def one_that_fits(asked: Workload, racing: Racing, kept: frozenset[str] = frozen
     raise InputError(f"the step does not fit, however it is split or computed again: {why}; choose a smaller batch")
 
 
-def without_numeric_changes(found: Tuned) -> Tuned:
+def without_numeric_changes(tuned: Tuned) -> Tuned:
     """The search with what it took less the changes that compute something else; without any, the baseline is best."""
-    taken = [tried for tried in found.tried if tried.verdict == "taken"]
-    numeric = [tried for tried in taken if "dtype" in tried.change]
-    why = f"losses depart from the baseline's at step {found.departs_at}"
-    best, tried = found.baseline, list[Tried]()
-    for one in found.tried:
+    accepted = [tried for tried in tuned.tried if tried.verdict == "taken"]
+    numeric = [tried for tried in accepted if "dtype" in tried.change]
+    why = f"losses depart from the baseline's at step {tuned.departs_at}"
+    best, tried = tuned.baseline, list[Tried]()
+    for one in tuned.tried:
         if one.verdict != "taken":
             tried.append(one)
             continue
@@ -534,14 +534,14 @@ def without_numeric_changes(found: Tuned) -> Tuned:
             tried.append(one if not wrong else alone)
             with contextlib.suppress(InputError):  # it was for what is taken back
                 best = changed(best, stays)
-    return msgspec.structs.replace(found, best=best, tried=tuple(tried), curves=(), departs_at=None, why_no_losses="")
+    return msgspec.structs.replace(tuned, best=best, tried=tuple(tried), curves=(), departs_at=None, why_no_losses="")
 
 
-def _confirmed(found: Tuned, racing: Racing) -> Tuned:
-    before, after, change = racing.confirm(found.baseline, found.best)
+def _confirmed(tuned: Tuned, racing: Racing) -> Tuned:
+    before, after, change = racing.confirm(tuned.baseline, tuned.best)
     memory = [side.representative.evidence.memory for side in (before, after)]
     return msgspec.structs.replace(
-        found,
+        tuned,
         confirmed=change,
         baseline_s=before.processes("step").typical_s,
         best_s=after.processes("step").typical_s,

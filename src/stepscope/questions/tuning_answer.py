@@ -18,41 +18,41 @@ _SHOWN_STEPS = (1, 2, 5, 10, 20, 30, 40, 50)
 _TONES = {"taken": "good", "not right": "bad", "failed": "bad", "doubted": "bad"}
 
 
-def answer_tuned(found: Tuned) -> answer.Answer:
+def answer_tuned(tuned: Tuned) -> answer.Answer:
     """What the search tried and found, as far as it came."""
     return answer.Answer(
         study=STUDY,
-        question=f"Which choices make the step of {cell_name(found.asked)} fastest?",
-        device=found.device,
-        versions=found.versions,
+        question=f"Which choices make the step of {cell_name(tuned.asked)} fastest?",
+        device=tuned.device,
+        versions=tuned.versions,
         settings={"intervals": INTERVALS},
-        lead=tuple(_lead(found)),
-        tables=tuple(table for table in (_gave(found), _sides(found), _losses(found)) if table.rows),
-        panels=tuple(_panels(found)),
-        findings=tuple(_findings(found)),
+        lead=tuple(_lead(tuned)),
+        tables=tuple(table for table in (_gave(tuned), _sides(tuned), _losses(tuned)) if table.rows),
+        panels=tuple(_panels(tuned)),
+        findings=tuple(_findings(tuned)),
         checked=True,
-        asides=tuple(_words(found)),
-        origin=(f"Runs in {found.folder}",) if found.folder else (),
+        asides=tuple(_words(tuned)),
+        origin=(f"Runs in {tuned.folder}",) if tuned.folder else (),
     )
 
 
-def _lead(found: Tuned) -> Iterator[answer.Line]:
-    yield answer.Line(f"Asked for: {_said(found, found.asked)}.")
-    if found.baseline != found.asked:
-        yield answer.Line(f"It does not fit, so the search began with: {_said(found, found.baseline)}.")
-    if found.best == found.baseline:
-        until = ", until it was interrupted" if found.interrupted else ": it stays as it is"
-        raced = any(tried.ratio is not None for tried in found.tried)
+def _lead(tuned: Tuned) -> Iterator[answer.Line]:
+    yield answer.Line(f"Asked for: {_said(tuned, tuned.asked)}.")
+    if tuned.baseline != tuned.asked:
+        yield answer.Line(f"It does not fit, so the search began with: {_said(tuned, tuned.baseline)}.")
+    if tuned.best == tuned.baseline:
+        until = ", until it was interrupted" if tuned.interrupted else ": it stays as it is"
+        raced = any(tried.ratio is not None for tried in tuned.tried)
         yield answer.Line(f"No change {'made it surely faster' if raced else 'was raced'}{until}.", "strong")
         return
-    yield answer.Line(f"Fastest: {_said(found, found.best)}.")
-    change = found.confirmed
-    if change is None or found.baseline_s is None or found.best_s is None:
+    yield answer.Line(f"Fastest: {_said(tuned, tuned.best)}.")
+    change = tuned.confirmed
+    if change is None or tuned.baseline_s is None or tuned.best_s is None:
         yield answer.Line(
             "It was not confirmed in processes of its own, so how much faster it is stays open.", "strong"
         )
         return
-    times = f"{format_milliseconds(found.baseline_s)} to {format_milliseconds(found.best_s)} ms a step"
+    times = f"{format_milliseconds(tuned.baseline_s)} to {format_milliseconds(tuned.best_s)} ms a step"
     if change.interval is not None:
         low, high = 1 / change.interval.high, 1 / change.interval.low
         sure = f"interval {low:.2f} to {high:.2f}" if change.decided else f"undecided, interval {low:.2f} to {high:.2f}"
@@ -64,18 +64,18 @@ def _lead(found: Tuned) -> Iterator[answer.Line]:
     )
 
 
-def _said(found: Tuned, workload: Workload) -> str:
+def _said(tuned: Tuned, workload: Workload) -> str:
     """The workload in words; of a model that is yet to be made, the batch is not known."""
-    if found.own_optimizer:
-        given = {"optimizer": found.own_optimizer, "by_factory": ("optimizer",)}
-        workload = msgspec.structs.replace(workload, **given)
+    if tuned.own_optimizer:
+        of_user = {"optimizer": tuned.own_optimizer, "by_factory": ("optimizer",)}
+        workload = msgspec.structs.replace(workload, **of_user)
     return f"{workload.name}: {describe_workload(workload).removeprefix('batch unknown, ')}"
 
 
-def _gave(found: Tuned) -> answer.Table:
+def _gave(tuned: Tuned) -> answer.Table:
     rows: list[tuple[answer.Cell, ...]] = []
     tones: dict[int, str] = {}
-    for number, tried in enumerate(found.tried):
+    for number, tried in enumerate(tuned.tried):
         why = "" if tried.verdict == "not reached" else tried.why  # which a finding says once
         rows.append((
             tried.round, change_words(tried.change), tried.step_s, tried.ratio, interval_text(tried.interval),
@@ -84,86 +84,86 @@ def _gave(found: Tuned) -> answer.Table:
         if tried.verdict in _TONES:
             tones[number] = _TONES[tried.verdict]
     how = "the two steps took turns in one process, and each step is set beside its neighbour of the best until then"
-    if found.asked.ranks > 1:
+    if tuned.asked.ranks > 1:
         how = "each step ran in a process for each rank, and its median is set beside that of the best until then"
-    reached = sum(1 for tried in found.tried if tried.ratio is not None)
+    reached = sum(1 for tried in tuned.tried if tried.ratio is not None)
     return answer.table_of(
         "round", ("change", answer.PROSE), ("step", "s"), ("of the best", "{:.3f} x"), ("95 % interval", answer.TEXT),
         ("verdict", answer.TEXT), ("why", answer.PROSE),
         title=GAVE, rows=rows, tones=tones,
         notes=answer.as_lines(
             f"{counted(reached, 'race')}: {how}. The races of a round are judged together (Holm). The whole search "
-            f"took {format_seconds(found.seconds)}."
+            f"took {format_seconds(tuned.seconds)}."
         ),
     )  # fmt: skip
 
 
-def _sides(found: Tuned) -> answer.Table:
+def _sides(tuned: Tuned) -> answer.Table:
     rows: list[tuple[answer.Cell, ...]] = []
-    if found.confirmed is not None:
+    if tuned.confirmed is not None:
         rows = [
-            ("baseline", found.baseline_s, found.baseline_peak_bytes),
-            ("fastest", found.best_s, found.best_peak_bytes),
+            ("baseline", tuned.baseline_s, tuned.baseline_peak_bytes),
+            ("fastest", tuned.best_s, tuned.best_peak_bytes),
         ]
     return answer.table_of("step", ("typical time", "s"), ("peak of tensors", "B"), title=SIDES, rows=rows)
 
 
-def _losses(found: Tuned) -> answer.Table:
-    length = max((len(curve.losses) for curve in found.curves), default=0)
+def _losses(tuned: Tuned) -> answer.Table:
+    length = max((len(curve.losses) for curve in tuned.curves), default=0)
     rows = [
-        (str(step), *(curve.losses[step - 1] if step <= len(curve.losses) else None for curve in found.curves))
+        (str(step), *(curve.losses[step - 1] if step <= len(curve.losses) else None for curve in tuned.curves))
         for step in (*(shown for shown in _SHOWN_STEPS if shown < length), *((length,) if length else ()))
     ]
-    said = ": those of the fastest stay as near to the baseline's as other starts of it do"
-    if found.departs_at is not None:
-        said = ": those of the fastest depart"
-    elif found.why_no_losses:
-        said = ""
+    verdict = ": those of the fastest stay as near to the baseline's as other starts of it do"
+    if tuned.departs_at is not None:
+        verdict = ": those of the fastest depart"
+    elif tuned.why_no_losses:
+        verdict = ""
     return answer.table_of(
         "step",
-        *((curve.name, "{:.4f}") for curve in found.curves),
+        *((curve.name, "{:.4f}") for curve in tuned.curves),
         title=LOSSES,
         rows=rows,
-        notes=answer.as_lines(f"Before each step's update, in {counted(length, 'step')} of training{said}."),
+        notes=answer.as_lines(f"Before each step's update, in {counted(length, 'step')} of training{verdict}."),
     )
 
 
-def _panels(found: Tuned) -> Iterator[answer.Panel]:
+def _panels(tuned: Tuned) -> Iterator[answer.Panel]:
     points = [
         answer.Point(line=curve.name, x=float(step), y=loss)
-        for curve in found.curves
+        for curve in tuned.curves
         for step, loss in enumerate(curve.losses, start=1)
     ]
     if points:
         yield answer.Panel(x_title="step", y_title="loss", points=tuple(points), x_log=False, y_log=False)
 
 
-def _findings(found: Tuned) -> Iterator[answer.Finding]:
-    if found.interrupted:
+def _findings(tuned: Tuned) -> Iterator[answer.Finding]:
+    if tuned.interrupted:
         yield answer.warning(
             "interrupted",
             "The search was interrupted: what it had not reached is not in it.",
             remedy="the same command goes on where this one stopped",
             evidence={},
         )
-    if found.doubt:
+    if tuned.doubt:
         yield answer.error(
             "baseline-doubted",
-            f"In the run of the step by itself a check found an error: {found.doubt}",
+            f"In the run of the step by itself a check found an error: {tuned.doubt}",
             remedy="mend it first: a race in which it shows again is not taken",
             evidence={},
         )
-    late = sum(1 for tried in found.tried if tried.verdict == "not reached")
+    late = sum(1 for tried in tuned.tried if tried.verdict == "not reached")
     if late:
         yield answer.note(
             "not-reached",
-            f"{counted(late, 'change')} had to be left out: {format_seconds(found.budget_s)} have no time for them and "
+            f"{counted(late, 'change')} had to be left out: {format_seconds(tuned.budget_s)} have no time for them and "
             "for the end in processes of its own.",
-            remedy=f"a --budget of over {format_seconds(found.needed_s)} has time for one more; what is measured "
+            remedy=f"a --budget of over {format_seconds(tuned.needed_s)} has time for one more; what is measured "
             "already is not measured again",
-            evidence={"not_reached": late, "needed_s": found.needed_s},
+            evidence={"not_reached": late, "needed_s": tuned.needed_s},
         )
-    refused = [tried for tried in found.tried if tried.verdict == "refused" and tried.round.startswith(NAMED)]
+    refused = [tried for tried in tuned.tried if tried.verdict == "refused" and tried.round.startswith(NAMED)]
     for tried in refused:
         yield answer.error(
             "named-refused",
@@ -171,14 +171,14 @@ def _findings(found: Tuned) -> Iterator[answer.Finding]:
             remedy="mend it, or leave it out",
             evidence={},
         )
-    if found.best != found.baseline and found.confirmed is None and not found.interrupted:
+    if tuned.best != tuned.baseline and tuned.confirmed is None and not tuned.interrupted:
         yield answer.warning(
             "not-confirmed",
-            f"{format_seconds(found.budget_s)} have no time to train and confirm what the races found.",
-            remedy=f"a --budget of over {format_seconds(found.needed_s)}: what is measured is not measured again",
-            evidence={"needed_s": found.needed_s},
+            f"{format_seconds(tuned.budget_s)} have no time to train and confirm what the races found.",
+            remedy=f"a --budget of over {format_seconds(tuned.needed_s)}: what is measured is not measured again",
+            evidence={"needed_s": tuned.needed_s},
         )
-    wrong = [tried for tried in found.tried if tried.verdict == "not right"]
+    wrong = [tried for tried in tuned.tried if tried.verdict == "not right"]
     if wrong:
         yield answer.warning(
             "losses-depart",
@@ -187,14 +187,14 @@ def _findings(found: Tuned) -> Iterator[answer.Finding]:
             remedy="study quality and study parity say where the precision is lost",
             evidence={"taken_back": len(wrong)},
         )
-    if found.best != found.baseline and found.why_no_losses:
+    if tuned.best != tuned.baseline and tuned.why_no_losses:
         yield answer.warning(
             "losses-not-compared",
-            f"Losses could not be compared: {found.why_no_losses}.",
+            f"Losses could not be compared: {tuned.why_no_losses}.",
             remedy="train both, and compare their losses",
             evidence={},
         )
-    change = found.confirmed
+    change = tuned.confirmed
     if change is not None and change.decided and change.share > 0:
         yield answer.error(
             "slower-when-confirmed",
@@ -209,8 +209,8 @@ def _findings(found: Tuned) -> Iterator[answer.Finding]:
             remedy="the same command with --fresh, on a quiet machine",
             evidence={"ratio": change.ratio},
         )
-    more = (found.best_peak_bytes or 0) - (found.baseline_peak_bytes or 0)
-    if found.best_peak_bytes and found.baseline_peak_bytes and more > found.baseline_peak_bytes // 50:
+    more = (tuned.best_peak_bytes or 0) - (tuned.baseline_peak_bytes or 0)
+    if tuned.best_peak_bytes and tuned.baseline_peak_bytes and more > tuned.baseline_peak_bytes // 50:
         yield answer.note(
             "more-memory",
             f"The fastest step takes {format_bytes(more)} more memory.",
@@ -219,11 +219,11 @@ def _findings(found: Tuned) -> Iterator[answer.Finding]:
         )
 
 
-def _words(found: Tuned) -> Iterator[str]:
+def _words(tuned: Tuned) -> Iterator[str]:
     """The command line, and the line of Python, that use what was found."""
-    if found.best == found.baseline:
+    if tuned.best == tuned.baseline:
         return
-    command, call = run_command(found.best), run_call(found.best)
+    command, call = run_command(tuned.best), run_call(tuned.best)
     if command is not None:
         yield f"Measure it: {command}"
     if call is not None:

@@ -61,11 +61,11 @@ def losses_of(*trainings: Training) -> list[list[float] | None]:
     first = trainings[0]
     if first.workload.ranks > 1:
         device = resolve_device(first.device).type
-        told = launch(f"{__name__}:train_on_ranks", trainings, ranks=first.workload.ranks, device=device).values[0]
+        losses = launch(f"{__name__}:train_on_ranks", trainings, ranks=first.workload.ranks, device=device).values[0]
     else:
         text = msgspec.json.encode(trainings).decode()
-        told = ask_apart(__name__, text, what=f"the training of {first.workload.name}")
-    return msgspec.json.decode(told, type=list[list[float] | None])
+        losses = ask_apart(__name__, text, what=f"the training of {first.workload.name}")
+    return msgspec.json.decode(losses, type=list[list[float] | None])
 
 
 def main(text: str) -> str:
@@ -87,11 +87,11 @@ def train_on_ranks(argument: bytes, ranks: Ranks, device: torch.device, say: Say
 
 
 def _one_by_one(text: bytes, train: Callable[[Training], list[float] | None]) -> list[list[float] | None]:
-    found: list[list[float] | None] = []
+    losses: list[list[float] | None] = []
     for training in msgspec.json.decode(text, type=list[Training]):
-        found.append(train(training))
+        losses.append(train(training))
         gc.collect()  # a step's hooks hold it in circles, and the next one needs its memory
-    return found
+    return losses
 
 
 def trained(training: Training) -> list[float] | None:
@@ -144,12 +144,12 @@ def curves(
 
     out: where a search keeps its runs. Losses are kept there, too, and those of an earlier search taken, unless fresh.
     """
-    asked = Training(workload=baseline, device=device, memory_limit_bytes=memory_limit_bytes)
+    training = Training(workload=baseline, device=device, memory_limit_bytes=memory_limit_bytes)
     starts = {f"baseline, start {n + 1}": baseline.seed + n for n in range(1, 1 + OTHER_STARTS)}
-    others = (msgspec.structs.replace(asked, start_seed=seed) for seed in starts.values())
-    found = dict(zip(("baseline", *starts), _kept_losses((asked, *others), out, fresh), strict=True))
-    found |= {"fastest": _kept_losses((msgspec.structs.replace(asked, workload=best),), out, fresh)[0]}
-    return tuple(LossCurve(name=name, losses=tuple(losses)) for name, losses in found.items() if losses is not None)
+    others = (msgspec.structs.replace(training, start_seed=seed) for seed in starts.values())
+    by_name = dict(zip(("baseline", *starts), _kept_losses((training, *others), out, fresh), strict=True))
+    by_name |= {"fastest": _kept_losses((msgspec.structs.replace(training, workload=best),), out, fresh)[0]}
+    return tuple(LossCurve(name=name, losses=tuple(losses)) for name, losses in by_name.items() if losses is not None)
 
 
 def _kept_losses(trainings: tuple[Training, ...], out: Path | None, fresh: bool) -> list[list[float] | None]:
@@ -159,17 +159,17 @@ def _kept_losses(trainings: tuple[Training, ...], out: Path | None, fresh: bool)
     path = out / f".losses-{digest}.json" if out is not None else None
     if path is not None and not fresh:
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            found = msgspec.json.decode(path.read_bytes(), type=list[list[float] | None])
-            if len(found) == len(trainings):
-                return found
-    found = losses_of(*trainings)
-    replace_file(path, msgspec.json.encode(found))
-    return found
+            losses = msgspec.json.decode(path.read_bytes(), type=list[list[float] | None])
+            if len(losses) == len(trainings):
+                return losses
+    losses = losses_of(*trainings)
+    replace_file(path, msgspec.json.encode(losses))
+    return losses
 
 
-def why_not_compared(found: Sequence[LossCurve], steps: int = STEPS) -> str:
+def why_not_compared(losses: Sequence[LossCurve], steps: int = STEPS) -> str:
     """Why these losses cannot say how far the fastest step's may be from the baseline's; empty where they can."""
-    starts = found[:-1]
+    starts = losses[:-1]
     if len(starts) < 2:
         return "the factory makes the same parameters from every seed, so no other start says how far is too far"
     if len(starts[0].losses) < steps:
@@ -181,9 +181,9 @@ def why_not_compared(found: Sequence[LossCurve], steps: int = STEPS) -> str:
     return ""
 
 
-def departs_at(found: Sequence[LossCurve], steps: int = STEPS) -> int | None:
+def departs_at(every: Sequence[LossCurve], steps: int = STEPS) -> int | None:
     """The step at which the best one's losses depart from the baseline's; None where they do not."""
-    *starts, best = (curve.losses for curve in found)
+    *starts, best = (curve.losses for curve in every)
     length = min(map(len, starts), default=0)
     if not length:
         return None

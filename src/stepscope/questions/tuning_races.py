@@ -176,10 +176,10 @@ class Racing:
         if machine is None:
             return None
         try:
-            found = by_sizes(workload, lambda sized: planned_step(sized, *machine))
+            planned = by_sizes(workload, lambda sized: planned_step(sized, *machine))
         except InputError:  # no plan is of such a step
             return None
-        return found.time.step_s if found is not None else None
+        return planned.time.step_s if planned is not None else None
 
     def runs_alone(self, workload: Workload) -> str | None:
         """Why the step runs out of memory here; None where it runs. Raises InputError for one that cannot run as asked,
@@ -195,9 +195,9 @@ class Racing:
         if run.status != "done":
             message = run.failure.message if run.failure is not None else run.status
             raise DeviceError(f"the step that is to be tuned {run.status}: {message}")
-        found = run.workload
-        if "optimizer" in found.by_factory:
-            self.own_optimizer, self.fixed = found.optimizer or "", frozenset({"optimizer"})
+        workload_run = run.workload
+        if "optimizer" in workload_run.by_factory:
+            self.own_optimizer, self.fixed = workload_run.optimizer or "", frozenset({"optimizer"})
         if workload.ranks > 1:
             self._alone[workload.key] = run
         self.doubt = _gravest(run)
@@ -209,9 +209,9 @@ class Racing:
         self._turns = None
         try:
             if self._fit_together(best, other):
-                found = self._by_turns(best, other)
-                if found.verdict != "does not fit":
-                    return found
+                tried = self._by_turns(best, other)
+                if tried.verdict != "does not fit":
+                    return tried
             self._turns, processes = None, 1 if best.key in self._alone else 2
             return self._apart(best, other)
         finally:
@@ -259,15 +259,15 @@ class Racing:
             return _without_result(first, (first,))
         second = load_run(Path(self.out) / first.beside)
         runs = (first, second)
-        sides = tuple(zip((best, other), runs, strict=True))
+        pairs = tuple(zip((best, other), runs, strict=True))
         self._turns = Turns(
             start_s=self._until(began, first),
-            first_s={one.key: steps_s(run) - steps_s(run, first=False) for one, run in sides},
-            later_s={one.key: steps_s(run, first=False) for one, run in sides},
+            first_s={one.key: steps_s(run) - steps_s(run, first=False) for one, run in pairs},
+            later_s={one.key: steps_s(run, first=False) for one, run in pairs},
             step_s={
-                one.key: found
-                for one, run in sides
-                if STEP in run.samples and (found := run.samples[STEP].median_s) is not None
+                one.key: median
+                for one, run in pairs
+                if STEP in run.samples and (median := run.samples[STEP].median_s) is not None
             },
         )
         if first.status != "done" or second.status != "done":
@@ -279,12 +279,12 @@ class Racing:
 
     def _apart(self, best: Workload, other: Workload) -> Tried:
         known = self._alone.get(best.key)
-        asked = (best, other) if known is None else (other,)
+        workloads = (best, other) if known is None else (other,)
         began = datetime.now(UTC)
-        found = self._measured(*(Cell(workload=workload, settings=ALONE) for workload in asked))
+        measured = self._measured(*(Cell(workload=workload, settings=ALONE) for workload in workloads))
         if not self._found:
-            self._start_s = self._until(began, found[0])
-        runs = [*([known] if known is not None else []), *found]
+            self._start_s = self._until(began, measured[0])
+        runs = [*([known] if known is not None else []), *measured]
         first, second = sorted(runs, key=lambda run: run.workload.identity == other.identity)
         self._alone.update({one.key: run for one, run in ((best, first), (other, second)) if one.ranks > 1})
         runs = (first, second)
@@ -338,23 +338,23 @@ def steps_s(run: Run, *, first: bool = True) -> float:
 
 def compiled_s(run: Run) -> float:
     """Seconds that the run's process compiled what no cache had, as far as they are known."""
-    found = run.evidence.compilation
-    return found.compile_s or 0.0 if found is not None and not found.cached_graphs else 0.0
+    compilation = run.evidence.compilation
+    return compilation.compile_s or 0.0 if compilation is not None and not compilation.cached_graphs else 0.0
 
 
 def beside(best: Run, other: Run) -> Tried:
     """The other step beside the best one, each from a process of its own. Where a side has no interval, as one whose
     steps hang on a busy host, steps that do not overlap tell which is faster."""
     before, after = best.samples[STEP], other.samples[STEP]
-    found = before.speedup_over(after)  # how many times as long the other takes
-    if found is None:
+    ratio = before.speedup_over(after)  # how many times as long the other takes
+    if ratio is None:
         return _tried("failed", (best, other), why="no steps to compare")
     memory = other.evidence.memory
-    tried = _timed(other, (best, other), found.value, found.interval, memory.allocated_peak if memory else None)
-    if found.interval is not None:
+    tried = _timed(other, (best, other), ratio.value, ratio.interval, memory.allocated_peak if memory else None)
+    if ratio.interval is not None:
         return tried
-    apart = found.extremes is not None and not found.extremes.low <= 1 <= found.extremes.high
-    how = "shorter" if found.value < 1 else "longer"
+    apart = ratio.extremes is not None and not ratio.extremes.low <= 1 <= ratio.extremes.high
+    how = "shorter" if ratio.value < 1 else "longer"
     why = after.why_no_interval or before.why_no_interval or ""
     if apart:
         why = f"without an interval: each of its steps was {how} than every step of the best"
@@ -384,8 +384,8 @@ def _timed(
 def _gravest(run: Run) -> str:
     """The first error that a check found in the run, or else the part that was asked for and left; empty where none
     did."""
-    said = (each.sentence for each in run.findings if each.severity == "error" or each.kind == "part-left")
-    return next(said, "")
+    sentences = (each.sentence for each in run.findings if each.severity == "error" or each.kind == "part-left")
+    return next(sentences, "")
 
 
 def _without_result(run: Run, runs: tuple[Run, ...]) -> Tried:
@@ -394,6 +394,6 @@ def _without_result(run: Run, runs: tuple[Run, ...]) -> Tried:
     return _tried(verdict, runs, why=run.failure.message if run.failure is not None else run.status)
 
 
-def _tried(verdict: Verdict, runs: tuple[Run, ...], **found: object) -> Tried:
+def _tried(verdict: Verdict, runs: tuple[Run, ...], **figures: object) -> Tried:
     named = tuple(run.id for run in runs)
-    return Tried(round="", change={}, verdict=verdict, runs=named, **found)  # pyright: ignore[reportArgumentType]
+    return Tried(round="", change={}, verdict=verdict, runs=named, **figures)  # pyright: ignore[reportArgumentType]

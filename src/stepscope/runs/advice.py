@@ -121,8 +121,8 @@ class _Adviser:
         values = [each.partition("=")[::2] for each in setting.split(", ")]
 
         def place() -> tuple[str, tuple[Edit, ...]]:
-            found = self.script.arguments()
-            return found.where, tuple(found.edit(name, value) for name, value in values)
+            arguments = self.script.arguments()
+            return arguments.where, tuple(arguments.edit(name, value) for name, value in values)
 
         of = {"transformers": "TrainingArguments", "lightning": "Trainer", "accelerate": "Accelerator"}
         return f"{of[self.script.library]}({setting})", place
@@ -244,13 +244,13 @@ class _Adviser:
             return
 
         def plain() -> tuple[str, tuple[Edit, ...]]:
-            found = self.script.only(lambda name: name == "DataLoader", "DataLoader")
-            edits = [found.edit("pin_memory", "True")]
+            loader = self.script.only(lambda name: name == "DataLoader", "DataLoader")
+            edits = [loader.edit("pin_memory", "True")]
             lines = {line.where for line in habits.unpinned or ()}
             for call in self.script.calls(lambda name: name in ("to", "cuda")):
                 if f"{portable_path(str(call.source.path))}:{call.call.lineno}" in lines:
                     edits.append(call.edit("non_blocking", "True"))
-            return found.where, tuple(edits)
+            return loader.where, tuple(edits)
 
         put, place = self.by_library(plain, transformers="dataloader_pin_memory=True")
         put = put or "DataLoader(pin_memory=True), and .to(device, non_blocking=True)"
@@ -269,14 +269,14 @@ class _Adviser:
             return
 
         def plain() -> tuple[str, tuple[Edit, ...]]:
-            found = self.script.optimizer()
-            if found.constant("fused"):
+            optimizer = self.script.optimizer()
+            if optimizer.constant("fused"):
                 raise Unsure("fused is set already")
-            given = next((each for each in found.call.keywords if each.arg == "foreach"), None)
-            edits = [found.edit("fused", "True")]
-            if given is not None:  # both at once are refused
-                edits.append(found.edit("foreach", "None"))
-            return found.where, tuple(edits)
+            keyword = next((each for each in optimizer.call.keywords if each.arg == "foreach"), None)
+            edits = [optimizer.edit("fused", "True")]
+            if keyword is not None:  # both at once are refused
+                edits.append(optimizer.edit("foreach", "None"))
+            return optimizer.where, tuple(edits)
 
         name = loop.optimizers[0]
         adam = {"transformers": 'optim="adamw_torch_fused"'} if name == "AdamW" else {}
@@ -425,12 +425,12 @@ class _Adviser:
 
     def _model(self) -> tuple[str, Found]:
         """The name of the model, as the optimizer is given its parameters; and the optimizer's call."""
-        found = self.script.optimizer()
-        for each in ast.walk(found.call):
+        optimizer = self.script.optimizer()
+        for each in ast.walk(optimizer.call):
             if not isinstance(each, ast.Attribute) or each.attr not in ("parameters", "named_parameters"):
                 continue
             if isinstance(each.value, ast.Name) and each.value.id != "self":
-                return each.value.id, found
+                return each.value.id, optimizer
         raise Unsure("the optimizer is not given the parameters of one model by its name")
 
     def _imports_torch(self, source: Source) -> ast.stmt:
@@ -569,21 +569,21 @@ class _Adviser:
         if self.run.finding("rest-is-large") is None or self.script.library != "transformers":
             return
         try:
-            found = self.script.arguments()
+            arguments = self.script.arguments()
         except Unsure:
             return
-        often = found.constant("logging_steps")
+        often = arguments.constant("logging_steps")
         if isinstance(often, int | float) and 0 < often < 10:
             put, place = self.by_library(lambda: ("", ()), transformers="logging_steps=100")
             yield self.make(
                 "rest-is-large", put, place, (0.0, rest), "logging is part of the rest of the step, at most"
             )
             return
-        batch = found.constant("per_device_train_batch_size") or 8
+        batch = arguments.constant("per_device_train_batch_size") or 8
         yield self.make(
             "rest-is-large",
             f"TrainingArguments(per_device_train_batch_size={2 * batch})",
-            lambda: (found.where, ()),
+            lambda: (arguments.where, ()),
             (0.0, rest / 2),
             "the rest is what Trainer itself does in each step; twice the batch has it half as often for a sample, and "
             "trains otherwise",

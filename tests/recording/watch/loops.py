@@ -96,8 +96,8 @@ class Told:
         self.faults: list[str] = []
         self.over = self.gone = False
 
-    def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:
-        self.answer, self.first_step = found, first_step
+    def stages_for(self, loop: LoopStep, first_step: int) -> Sequence[Stage]:
+        self.answer, self.first_step = loop, first_step
         return self._given
 
     def unclear_step(self, reason: str) -> None:

@@ -489,9 +489,9 @@ class Counting(Told):
     watch: Watch
     count: StepCount | None = None
 
-    def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:
-        self.count = StepCount(self.watch, found)
-        return super().found(found, first_step)
+    def stages_for(self, loop: LoopStep, first_step: int) -> Sequence[Stage]:
+        self.count = StepCount(self.watch, loop)
+        return super().stages_for(loop, first_step)
 
     def finish(self) -> None:
         super().finish()

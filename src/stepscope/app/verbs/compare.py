@@ -36,8 +36,8 @@ class Compared(Shown):
     @property
     def changes(self) -> "dict[str, Change | None]":
         """By cell: how many times as long the second side takes, and its interval."""
-        found = zip(self.comparison.pairs, self.comparison.changes, strict=True)
-        return {pair.label: change for pair, change in found}
+        pairs = zip(self.comparison.pairs, self.comparison.changes, strict=True)
+        return {pair.label: change for pair, change in pairs}
 
     @property
     def slower(self) -> list[str]:
@@ -91,10 +91,10 @@ def compare(
     words = shlex.split(script) if isinstance(script, str) else script
     if words:
         places = [Path(path) for path in share]
-        sides, interrupted = _measured(names, words, Path(runs), processes, places, lambda _: None)
+        commits, interrupted = _measured(names, words, Path(runs), processes, places, lambda _: None)
         if interrupted:
             raise KeyboardInterrupt
-        compared, *_ = _compared_commits(sides, value)
+        compared, *_ = _compared_commits(commits, value)
     else:
         compared, *_ = _compared(names, [name for name in fields if name], value, Path(runs))
     from stepscope.questions.compare_answer import answer_comparison
@@ -106,11 +106,11 @@ def _compared(names: Sequence[str], across: Sequence[str], value: str, runs: Pat
     """The first of these sides compared with each of the others."""
     from stepscope.questions.compare import comparable_fields, compare_all, side_named
 
-    base, *others = sides = [side_named(name, runs) for name in names]
-    for fault in (fault for side in sides for fault in side.faults):
+    base, *others = compared = [side_named(name, runs) for name in names]
+    for fault in (fault for side in compared for fault in side.faults):
         warn(f"left out: {fault}")
     for field in across:
-        choose(field, sorted(comparable_fields(sides)), "across")
+        choose(field, sorted(comparable_fields(compared)), "across")
     return compare_all(base, others, across, value)
 
 
@@ -138,26 +138,26 @@ def _measured(
     if verb not in ("watch", "run"):
         raise InputError(f"stepscope {verb} stores no run of a step: compare measures scripts, stepscope watch and run")
     repository = Repository.here()
-    with checkouts(repository, names, share) as sides:
-        turns = measure_in_turns(repository, sides, [verb, *rest], out=runs, processes=processes, tell=tell)
-    folders = " ".join(shlex.quote(str(runs / side.folder)) for side in sides if turns.runs[side.name])
+    with checkouts(repository, names, share) as commits:
+        turns = measure_in_turns(repository, commits, [verb, *rest], out=runs, processes=processes, tell=tell)
+    folders = " ".join(shlex.quote(str(runs / side.folder)) for side in commits if turns.runs[side.name])
     if not all(turns.runs.values()):
         if folders:
             warn(f"the runs of one side are kept: {folders}")
         raise KeyboardInterrupt
     warn(f"its runs are kept: stepscope compare {folders} --across code")
-    found = [
+    measured = [
         Side(name=side.name, kind=side.commit[:10], runs=tuple(turns.runs[side.name]), measured_now=True)
-        for side in sides
+        for side in commits
     ]
-    return found, turns.interrupted
+    return measured, turns.interrupted
 
 
-def _compared_commits(sides: "Sequence[Side]", value: str) -> "list[SideComparison]":
+def _compared_commits(commits: "Sequence[Side]", value: str) -> "list[SideComparison]":
     """The first commit compared with each of the others: what a script does there is one workload, whatever it is."""
     from stepscope.questions.compare import comparable_fields, compare_all
 
-    return compare_all(sides[0], sides[1:], sorted(comparable_fields(sides)), value)
+    return compare_all(commits[0], commits[1:], sorted(comparable_fields(commits)), value)
 
 
 Value = Annotated[str, Option("The part of the step that is compared, as in forward.")]

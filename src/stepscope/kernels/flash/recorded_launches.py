@@ -125,7 +125,7 @@ class Recording:
     """The launches of one call: `launch` runs and records each kernel, then `repeat` runs them on other tensors."""
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
-        """Record a call on the tensors `seen`, which are distinct objects even if two tensors are the same."""
+        """Record a call on these tensors, which are distinct objects even if two tensors are the same."""
         self.tensors = tuple(t.detach() for t in tensors)
         self._place_of = {id(t): place for place, t in enumerate(self.tensors)}
         self._steps: list[tuple[Callable[..., object], list[object], list[Operand]]] = []
@@ -167,7 +167,7 @@ class Recording:
         return self._repeatable
 
     def repeat(self, tensors: tuple[Tensor, ...], addresses: list[int], stream: int | None) -> None:
-        """Repeat the recorded launches on `tensors`, given in the order of `seen`, all on one stream."""
+        """Repeat the recorded launches on `tensors`, in the order of those recorded, all on one stream."""
         watched = launches_watched()
         for (run, template, operands), direct in zip(self._steps, self._direct, strict=True):
             if direct is not None and stream is not None and not watched:

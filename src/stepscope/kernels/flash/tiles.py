@@ -122,7 +122,7 @@ def document_of(BOUNDS, batch, batches, position, length):
 
 @triton.jit
 def in_document(mask, column, first, after):
-    """`seen`, but False where a column's position is outside the row's document [first, after); first None: `seen`.
+    """`mask`, but False where a column's position is outside the row's document [first, after); first None: `mask`.
 
     Documents are symmetric: rows may be queries and columns keys, or the reverse.
     """

@@ -105,20 +105,20 @@ class Finder(Recorder):
     def step(self) -> None:
         """The loop says itself that a step has ended."""
         self._marked += 1
-        seen = self._seen
-        if seen is None:
+        loop = self._seen
+        if loop is None:
             self._look()
-        if seen is None or not (seen.backwards or seen.modules):
+        if loop is None or not (loop.backwards or loop.modules):
             self._ended(None)
             return
-        seen.updates.append(UpdateSeen())
-        self._ended(decide(seen, model=self._model, marked=True, in_backward=len(self._in_backward)))
+        loop.updates.append(UpdateSeen())
+        self._ended(decide(loop, model=self._model, marked=True, in_backward=len(self._in_backward)))
 
-    def steps(self, found: LoopStep | None) -> int:
+    def steps(self, step: LoopStep | None) -> int:
         """Steps that have ended so far. Until it is known what a step is, the updates of the first optimizer."""
         if self._marked:
             return self._marked
-        ends = found.optimizer if found is not None else next((each() for each in self._turns), None)
+        ends = step.optimizer if step is not None else next((each() for each in self._turns), None)
         return sum(each() is ends for each in self._turns if ends is not None)
 
     def phase_begins(self, name: str) -> None:
@@ -142,52 +142,52 @@ class Finder(Recorder):
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if self._marked:
             return
-        seen, self.stepped = self._seen, True
+        loop, self.stepped = self._seen, True
         anew = bool(self._turns) and all(each() is None for each in self._turns)
         if anew:  # The loop is over, and another has begun.
             self._turns.clear()
         known = next((each for each in self._turns if each() is optimizer), None)
         self._turns.append(known or weakref.ref(optimizer))
-        if seen is None:
+        if loop is None:
             self._look()
         elif anew:
             self._seen = LoopSeen()
-        if seen is None or anew:
+        if loop is None or anew:
             self._ended(None)
             return
-        seen.updates[-1].optimizer = optimizer
-        seen.updates.append(UpdateSeen())
+        loop.updates[-1].optimizer = optimizer
+        loop.updates.append(UpdateSeen())
         with uncompiled():
-            self._ended(self._answer(seen, optimizer))
+            self._ended(self._answer(loop, optimizer))
 
-    def _answer(self, seen: LoopSeen, optimizer: torch.optim.Optimizer) -> LoopStep | Unclear | None:
+    def _answer(self, loop: LoopSeen, optimizer: torch.optim.Optimizer) -> LoopStep | Unclear | None:
         """What a step is, now that this optimizer has stepped; None while that does not show."""
         known, turns = {"step_of": self._step_of, "model": self._model}, self._turns
         if self._optimizer is not None:
             ends = optimizer is self._optimizer
-            return decide(self._since_its_last(seen, optimizer), optimizer=optimizer, **known) if ends else None
+            return decide(self._since_its_last(loop, optimizer), optimizer=optimizer, **known) if ends else None
         alone = len({id(each) for each in turns}) == 1
         patient = len(turns) < (_MOST_OF_ONE if alone else _MOST_UPDATES)
         if self._step_of is not None:
             if sum(each is turns[0] for each in turns) < 2:
                 return None
-            found = decide(seen, **known)
-            if isinstance(found, Unclear):
-                return None if patient and others_to_come(seen) else found
-            whole = optimizer is found.optimizer and sum(each() is optimizer for each in turns) > 1
-            return decide(self._since_its_last(seen, optimizer), **known) if whole else None
-        updates = whole_round(turns, at_once=len(seen.updates) > len(turns))
-        if updates is not None and not (alone and patient and others_to_come(seen)):
-            return decide(seen.last(updates), **known)
+            step = decide(loop, **known)
+            if isinstance(step, Unclear):
+                return None if patient and others_to_come(loop) else step
+            whole = optimizer is step.optimizer and sum(each() is optimizer for each in turns) > 1
+            return decide(self._since_its_last(loop, optimizer), **known) if whole else None
+        updates = whole_round(turns, at_once=len(loop.updates) > len(turns))
+        if updates is not None and not (alone and patient and others_to_come(loop)):
+            return decide(loop.last(updates), **known)
         each = [reference() for reference in {id(reference): reference for reference in turns}.values()]
         names = dict.fromkeys(type(one).__name__ for one in each if one is not None)
         reason = f"{len(each)} optimizers step ({', '.join(names)}), in no order that comes again"
         return None if patient else Unclear(reason)
 
-    def _since_its_last(self, seen: LoopSeen, optimizer: torch.optim.Optimizer) -> LoopSeen:
+    def _since_its_last(self, loop: LoopSeen, optimizer: torch.optim.Optimizer) -> LoopSeen:
         """What was called since this optimizer's step before its last one."""
         before = [i for i, each in enumerate(self._turns[:-1]) if each() is optimizer]
-        return seen.last(len(self._turns) - 1 - before[-1]) if before else seen
+        return loop.last(len(self._turns) - 1 - before[-1]) if before else loop
 
     def _begin_hook(self) -> Callable[..., None]:
         def begins(*_: Any) -> None:
@@ -258,12 +258,12 @@ class Finder(Recorder):
 
         return call
 
-    def _note(self, seen: LoopSeen, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSeen:
+    def _note(self, loop: LoopSeen, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSeen:
         call = CallSeen(module=module, training=module.training, in_closure=self._stepping, autocast=_autocast(module))
         for name, value in (*enumerate(args), *kwargs.items()):
             for inner, tensor in _tensors(str(name), value):
                 call.inputs[inner] = TensorSeen(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        seen.updates[-1].calls.append(call)
+        loop.updates[-1].calls.append(call)
         return call
 
 
@@ -283,12 +283,12 @@ def _follow(call: CallSeen, result: Any) -> None:
 def _leaves(roots: Any) -> Iterator[torch.Tensor]:
     """The tensors whose gradients a backward from these tensors makes."""
     waiting: list[Any] = [root.grad_fn for root in tree_leaves(roots) if isinstance(root, torch.Tensor)]
-    seen: set[Any] = set()
-    while waiting and len(seen) < _MOST_NODES:
+    visited: set[Any] = set()
+    while waiting and len(visited) < _MOST_NODES:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if hasattr(node, "variable"):
             yield node.variable
         waiting += [following for following, _ in node.next_functions]

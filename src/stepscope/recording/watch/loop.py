@@ -243,7 +243,7 @@ class LoopSeen:
         for call in (call for update in self.updates for call in update.calls):
             if (module := call.module) is not None:
                 calls.setdefault(id(module), (module, []))[1].append(call)
-        return [ModuleSeen(module=module, made=_that_count(made)) for module, made in calls.values()]
+        return [ModuleSeen(module=module, made=_that_count(of_it)) for module, of_it in calls.values()]
 
     def last(self, updates: int) -> "LoopSeen":
         """The last updates alone."""
@@ -457,11 +457,11 @@ def whole_round(turns: Sequence[object], *, at_once: bool = False) -> int | None
     return len(latest) if latest == before else None
 
 
-def others_to_come(seen: LoopSeen) -> bool:
+def others_to_come(loop: LoopSeen) -> bool:
     """Whether an optimizer that has not stepped so far holds what the loop calls and what no other updates, as that of
     a generator does while its critic takes the first steps."""
-    held = held_by(seen.optimizers)
-    called = [*(each.module for each in seen.modules), *seen.called_quietly.values()]
+    held = held_by(loop.optimizers)
+    called = [*(each.module for each in loop.modules), *loop.called_quietly.values()]
     left = {id(p) for module in called for p in module.parameters() if p.requires_grad} - held
     if not left:
         return False
@@ -472,7 +472,7 @@ def others_to_come(seen: LoopSeen) -> bool:
 
 
 def decide(
-    seen: LoopSeen,
+    loop: LoopSeen,
     *,
     step_of: str | None = None,
     model: nn.Module | None = None,
@@ -486,26 +486,26 @@ def decide(
     optimizers step inside backward, whose end says it then.
     """
     if in_backward:
-        found = decide(seen, model=model, marked=True)
+        step = decide(loop, model=model, marked=True)
         why = "the optimizers step inside it"
-        return found if isinstance(found, Unclear) else replace(found, in_backward=in_backward, why=why)
+        return step if isinstance(step, Unclear) else replace(step, in_backward=in_backward, why=why)
     if model is None:
-        return _decide(seen, seen.modules, step_of, optimizer, marked=marked, apart=False)
-    whole = [each for each in seen.modules if any(part is model for part in each.module.modules())]
+        return _decide(loop, loop.modules, step_of, optimizer, marked=marked, apart=False)
+    whole = [each for each in loop.modules if any(part is model for part in each.module.modules())]
     parts = {id(part) for part in model.modules()}
     modules = whole or [
-        each for each in seen.modules if id(each.module) in parts and next(each.module.parameters(), None) is not None
+        each for each in loop.modules if id(each.module) in parts and next(each.module.parameters(), None) is not None
     ]
-    if not modules and not marked and optimizer is None and not seen.optimizers:
+    if not modules and not marked and optimizer is None and not loop.optimizers:
         return Unclear(f"the loop never called {class_name(model)}, which was given, with gradients on")
     if not modules:
-        return _without_forward(seen, [optimizer] if optimizer else seen.optimizers, "the model was given", model)
-    found = _decide(seen, modules, step_of, optimizer, marked=marked, apart=not whole)
-    return found if whole or isinstance(found, Unclear) else replace(found, given=model)
+        return _without_forward(loop, [optimizer] if optimizer else loop.optimizers, "the model was given", model)
+    step = _decide(loop, modules, step_of, optimizer, marked=marked, apart=not whole)
+    return step if whole or isinstance(step, Unclear) else replace(step, given=model)
 
 
 def _decide(
-    seen: LoopSeen,
+    loop: LoopSeen,
     modules: Sequence[ModuleSeen],
     step_of: str | None,
     optimizer: torch.optim.Optimizer | None,
@@ -516,46 +516,46 @@ def _decide(
     """Decide what a step is from the modules that count. apart: whether several of them may be parts of one model."""
     if marked:
         why, roots = "the loop says where", _outermost(modules)
-        given, quiet = _together(roots) if len(roots) > 1 else None, _quiet(seen, roots)
-        found = LoopStep(roots=tuple(roots), optimizers=(), backwards=seen.backwards, why=why, given=given, quiet=quiet)
-        return found if roots else _without_forward(seen, [], why)
+        whole, quiet = _together(roots) if len(roots) > 1 else None, _quiet(loop, roots)
+        step = LoopStep(roots=tuple(roots), optimizers=(), backwards=loop.backwards, why=why, given=whole, quiet=quiet)
+        return step if roots else _without_forward(loop, [], why)
     if optimizer is not None:
-        return _of_optimizer(optimizer, seen, modules, "the one that was given")
+        return _of_optimizer(optimizer, loop, modules, "the one that was given")
     if step_of is not None:
-        return _named(step_of, seen, modules)
-    if not seen.optimizers:
+        return _named(step_of, loop, modules)
+    if not loop.optimizers:
         return Unclear("no optimizer stepped")
-    if len(seen.optimizers) == 1:
-        return _of_optimizer(seen.optimizers[0], seen, modules, "the only one that steps", alone=not apart)
+    if len(loop.optimizers) == 1:
+        return _of_optimizer(loop.optimizers[0], loop, modules, "the only one that steps", alone=not apart)
     # They step in turn. The last one ends the step.
-    found = _of_optimizer(seen.optimizers[-1], seen, modules, f"a round of {len(seen.optimizers)} optimizers")
-    if isinstance(found, LoopStep) and len(found.roots) > 1:
-        found = replace(found, given=_together(found.roots))
-    return found
+    step = _of_optimizer(loop.optimizers[-1], loop, modules, f"a round of {len(loop.optimizers)} optimizers")
+    if isinstance(step, LoopStep) and len(step.roots) > 1:
+        step = replace(step, given=_together(step.roots))
+    return step
 
 
-def _named(name: str, seen: LoopSeen, modules: Sequence[ModuleSeen]) -> LoopStep | Unclear:
-    by_optimizer = [each for each in seen.optimizers if class_name(each) == name]
+def _named(name: str, loop: LoopSeen, modules: Sequence[ModuleSeen]) -> LoopStep | Unclear:
+    by_optimizer = [each for each in loop.optimizers if class_name(each) == name]
     if len(by_optimizer) > 1:
         return Unclear(f"{len(by_optimizer)} optimizers are of class {name}: name the class of the model")
     if by_optimizer:
-        return _of_optimizer(by_optimizer[0], seen, modules, f"--step-of {name}")
+        return _of_optimizer(by_optimizer[0], loop, modules, f"--step-of {name}")
     by_module = [each for each in modules if name in (class_name(each.module), type(each.module).__name__)]
     if not by_module:
-        there = _names([*(each.module for each in modules), *seen.optimizers])
+        there = _names([*(each.module for each in modules), *loop.optimizers])
         return Unclear(f"nothing of class {name} was called: there are {there or 'none'}")
     if len(by_module) > 1:
         return Unclear(f"{len(by_module)} modules of class {name} were called: name the class of the optimizer")
-    holding = [each for each in seen.optimizers if _owned(by_module, [each])]
+    holding = [each for each in loop.optimizers if _owned(by_module, [each])]
     if len(holding) != 1:
         of = f"{counted(len(holding), 'optimizer')} ({_names(holding)})" if holding else "no optimizer"
         return Unclear(f"the parameters of {name} are in {of}: name the class of the optimizer")
-    return _of_optimizer(holding[0], seen, modules, f"--step-of {name}", first=by_module)
+    return _of_optimizer(holding[0], loop, modules, f"--step-of {name}", first=by_module)
 
 
 def _of_optimizer(
     optimizer: torch.optim.Optimizer,
-    seen: LoopSeen,
+    loop: LoopSeen,
     modules: Sequence[ModuleSeen],
     why: str,
     *,
@@ -564,12 +564,12 @@ def _of_optimizer(
 ) -> LoopStep | Unclear:
     """The step that this optimizer ends. `first` are its models, where they are known; those of other optimizers that
     step in it count as forward too. alone: whether its models must be one, or parts of one."""
-    others = [each for each in seen.optimizers if each is not optimizer]
+    others = [each for each in loop.optimizers if each is not optimizer]
     # An optimizer may hold copies of the parameters: then modules count that a backward came to.
     trained = [each for each in modules if each.made[0].reached and next(each.module.parameters(), None) is not None]
     mine = _outermost(first or _owned(modules, [optimizer]) or trained)
     if not mine:
-        return _without_forward(seen, [optimizer, *others], why)
+        return _without_forward(loop, [optimizer, *others], why)
     whole = _smallest_that_holds([root.module for root in mine]) if alone and len(mine) > 1 else None
     if alone and len(mine) > 1 and whole is None:
         names = _names(root.module for root in mine)
@@ -578,43 +578,43 @@ def _of_optimizer(
     return LoopStep(
         roots=tuple(roots),
         optimizers=(optimizer, *others),
-        backwards=seen.backwards,
+        backwards=loop.backwards,
         why=why,
-        update=seen.update_by(optimizer),
+        update=loop.update_by(optimizer),
         given=whole,
-        quiet=_quiet(seen, roots),
-        turns=seen.turns,
+        quiet=_quiet(loop, roots),
+        turns=loop.turns,
     )
 
 
 def _without_forward(
-    seen: LoopSeen, optimizers: Sequence[torch.optim.Optimizer], why: str, model: nn.Module | None = None
+    loop: LoopSeen, optimizers: Sequence[torch.optim.Optimizer], why: str, model: nn.Module | None = None
 ) -> LoopStep | Unclear:
     """A step without a forward, since the loop calls no module that trains: it computes by functions, or by the
     module's method. Its model is the smallest module of this process that holds what trains."""
     tensors = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    tensors = tensors or list(seen.leaves.values())
+    tensors = tensors or list(loop.leaves.values())
     if model is None and not tensors:
         return Unclear("no module was called and no backward ran")
     wanted = {id(tensor) for tensor in tensors}
-    given = model or _smallest(lambda module: wanted <= set(map(id, module.parameters()))) or Loose(tensors)
-    update = seen.update_by(optimizers[0]) if optimizers else None
+    whole = model or _smallest(lambda module: wanted <= set(map(id, module.parameters()))) or Loose(tensors)
+    update = loop.update_by(optimizers[0]) if optimizers else None
     return LoopStep(
         roots=(),
         optimizers=tuple(optimizers),
-        backwards=seen.backwards,
+        backwards=loop.backwards,
         why=why,
         update=update,
-        given=given,
-        quiet=_quiet(seen, ()),
-        turns=seen.turns,
+        given=whole,
+        quiet=_quiet(loop, ()),
+        turns=loop.turns,
     )
 
 
-def _quiet(seen: LoopSeen, roots: Sequence[ModuleSeen]) -> tuple[nn.Module, ...]:
+def _quiet(loop: LoopSeen, roots: Sequence[ModuleSeen]) -> tuple[nn.Module, ...]:
     """The modules that are called with gradients off, except for these and what they hold."""
     inside = {id(part) for root in roots for part in root.module.modules()}
-    return tuple(module for module in seen.called_quietly.values() if id(module) not in inside)
+    return tuple(module for module in loop.called_quietly.values() if id(module) not in inside)
 
 
 def _owned(modules: Sequence[ModuleSeen], optimizers: Sequence[torch.optim.Optimizer]) -> list[ModuleSeen]:

@@ -163,7 +163,7 @@ def replace(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
     original = getattr(owner, name, None)
     if original is None:
         return lambda: None
-    own = vars(owner).get(name, _MISSING)
+    instance_attribute = vars(owner).get(name, _MISSING)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -174,10 +174,10 @@ def replace(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
     def undo() -> None:
         if vars(owner).get(name) is not wrapper:
             return
-        if own is _MISSING:
+        if instance_attribute is _MISSING:
             delattr(owner, name)
         else:
-            setattr(owner, name, own)
+            setattr(owner, name, instance_attribute)
 
     return undo
 
@@ -307,7 +307,7 @@ class OptimizerWatch:
     def _wrap_step(self, optimizer: torch.optim.Optimizer) -> Undo:
         """Wrap the step of this optimizer, by a method of it, as a scheduler that is made meanwhile expects. Nothing
         here keeps the optimizer alive, not even a circle."""
-        watched, phases, own = weakref.ref(optimizer), self._phases, vars(optimizer).get("step", _MISSING)
+        watched, phases, instance_step = weakref.ref(optimizer), self._phases, vars(optimizer).get("step", _MISSING)
         step_of: Any = optimizer.step
         bound = getattr(step_of, "__self__", None) is optimizer
         original: Any = step_of.__func__ if bound else step_of
@@ -327,10 +327,10 @@ class OptimizerWatch:
             this = watched()
             if this is None or vars(this).get("step") is not wrapper:
                 return
-            if own is _MISSING:
+            if instance_step is _MISSING:
                 del this.step
             else:
-                this.step = own
+                this.step = instance_step
 
         return undo
 
@@ -362,8 +362,8 @@ def _with_watched_closure(phases: Phases, args: Any, kwargs: dict[str, Any]) -> 
         return None
 
     @functools.wraps(closure)
-    def watched(*given: Any, **named: Any) -> Any:
-        return phases.inside(REST, closure, *given, **named)
+    def watched(*arguments: Any, **named: Any) -> Any:
+        return phases.inside(REST, closure, *arguments, **named)
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": watched}

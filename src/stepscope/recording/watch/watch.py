@@ -115,7 +115,7 @@ class Recording(Stage, Protocol):
 class WatchOwner(Protocol):
     """The owner of a Watch, who is told what becomes of it."""
 
-    def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:
+    def stages_for(self, loop: LoopStep, first_step: int) -> Sequence[Stage]:
         """Take note of what a step is. Returns the stages for the steps from this number on."""
         ...
 
@@ -251,7 +251,7 @@ class Watch:
         """Begin the stages. From here on nothing of the loop is kept alive."""
         self._finder.stop()
         self._knows, self.ended_s = True, time.monotonic()
-        self._stages = list(self._owner.found(step, self.steps))
+        self._stages = list(self._owner.stages_for(step, self.steps))
         phases = self.phases
         for root in step.roots:
             self._undo.append(watch_forward(root.module, phases, training=root.training))
@@ -415,10 +415,10 @@ class StepCount:
     backwards, and one of our own now and then tells how many there were.
     """
 
-    def __init__(self, watch: Watch, found: LoopStep) -> None:
+    def __init__(self, watch: Watch, step: LoopStep) -> None:
         self._watch: Watch | None = watch
-        self._optimizer = weakref.ref(found.optimizer) if found.optimizer is not None else None
-        self._in_backward, self._backwards = found.in_backward > 0, max(1, found.backwards)
+        self._optimizer = weakref.ref(step.optimizer) if step.optimizer is not None else None
+        self._in_backward, self._backwards = step.in_backward > 0, max(1, step.backwards)
         self._ended = (0, 0.0, 0.0)
         self._waited_s, self._waits = 0.0, False
         self._first_step = self._first_backward = self._own_backwards = 0

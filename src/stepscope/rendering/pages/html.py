@@ -110,7 +110,7 @@ def lanes(panel: Panel) -> tuple[list[Lane], dict[str, int]]:
                 said=text,
             )
         )
-    return [Lane(name=name, bars=tuple(found)) for name, found in bars.items()], hues
+    return [Lane(name=name, bars=tuple(of_lane)) for name, of_lane in bars.items()], hues
 
 
 def _hues(kinds: Sequence[tuple[str, float]]) -> dict[str, int]:
@@ -318,9 +318,9 @@ def _section(section: Section, place: int, svg: str) -> dict[str, Any]:
         *([counted(len(answer.panels), "plot")] if drawn else []),
         *([counted(len(heads), "table")] if len(heads) > 1 else [table.gist for table in tables if table.heads]),
     ]
-    said = next((line.text for line in (*lead, *sentences)), "")
+    sentence = next((line.text for line in (*lead, *sentences)), "")
     return {
-        "gist": ", ".join(contents) or said or next(iter((*answer.asides, *answer.origin)), ""),
+        "gist": ", ".join(contents) or sentence or next(iter((*answer.asides, *answer.origin)), ""),
         "id": f"s{place}-{re.sub('[^a-z0-9]+', '-', title.casefold()).strip('-')}",
         "title": title,
         "part": section.part,
@@ -344,8 +344,8 @@ def _own(panel: Panel) -> dict[str, object]:
         "down": panel.frame.line_title,
     }
     if panel.kind == "icicle":
-        found = tiles(panel)
-        return {**about, "tiles": found, "depth": max((tile.depth for tile in found), default=0) + 1}
+        shown = tiles(panel)
+        return {**about, "tiles": shown, "depth": max((tile.depth for tile in shown), default=0) + 1}
     if panel.kind == "timeline":
         found_lanes, hues = lanes(panel)
         return {**about, "lanes": found_lanes, "hues": hues, "ends": panel.frame.x_ends or (0.0, 1.0)}
@@ -413,8 +413,8 @@ def _in_one_unit(table: Table, row: tuple[Cell, ...], texts: list[str]) -> list[
             scaled = value / scales[name]
             if abs(scaled) >= _LEAST_IN_UNIT:
                 digits = ",.0f" if abs(scaled) >= _WHOLE else ".4g"
-                own = f"{scaled:{digits if unit == 's' else ',.2f'}} {name}"
-                texts[place] = texts[place].replace(figure_text(value, unit), own, 1)
+                rescaled = f"{scaled:{digits if unit == 's' else ',.2f'}} {name}"
+                texts[place] = texts[place].replace(figure_text(value, unit), rescaled, 1)
     return texts
 
 
@@ -465,27 +465,27 @@ _COMMON = {"last", "runs", "results", "traces", "trace", "memory"}
 """Words of a path that say nothing of anybody."""
 
 
-def redacted(page: Page, given: Iterable[str] = ()) -> Page:
+def redacted(page: Page, words: Iterable[str] = ()) -> Page:
     """The page with `[path]`, `[source]`, `[host]` and the like in their places, and without the commands that made it.
 
-    given: what the user named, paths or names: wherever they stand, and their parts, they are left out, too.
+    words: what the user named, paths or names: wherever they stand, and their parts, they are left out, too.
     """
     tables = [table for section in page.sections for table in section.answer.tables]
     # A commit that a table names may be digits alone.
     commits = [str(row[1]) for table in tables for row in table.rows if row[0] == _COMMIT_ROW and len(row) > 1]
-    names, named = _names(), _given([*given, *commits])
+    names, named = _names(), _given([*words, *commits])
 
     def clean(text: str) -> str:
         text = named.sub("[path]", text) if named is not None else text
         text = re.sub(_HOST, r"\1[host]", re.sub(_TAG, r"\1[tag]", text))
         text = re.sub(_MADE_BY, r"\1[source]", re.sub(_WATCHED_IN, r"\1[source]", text))
         text = re.sub(_COMMIT, "[commit]", text)
-        text = _PATTERN.sub(lambda found: "[source]" if found["source"] else "[path]", text)
+        text = _PATTERN.sub(lambda match: "[source]" if match["source"] else "[path]", text)
         return names.sub("[host]", text) if names is not None else text
 
     cleaned: Page = msgspec.convert(_mapped(msgspec.to_builtins(page), clean), Page)
     figures = tuple(
-        msgspec.structs.replace(one, name=own.name) for one, own in zip(cleaned.figures, page.figures, strict=True)
+        msgspec.structs.replace(one, name=old.name) for one, old in zip(cleaned.figures, page.figures, strict=True)
     )
     index = cleaned.index
     if index is not None:  # tags and commits stand alone here, without a word for them before
@@ -495,13 +495,13 @@ def redacted(page: Page, given: Iterable[str] = ()) -> Page:
     return msgspec.structs.replace(cleaned, figures=figures, index=index, reproduce=(), shown_by=())
 
 
-def _given(given: Iterable[str]) -> re.Pattern[str] | None:
+def _given(words: Iterable[str]) -> re.Pattern[str] | None:
     """The names that a user gave, whole and in their parts, the longest first."""
-    found: set[str] = set()
-    for name in given:
+    parts_of_words: set[str] = set()
+    for name in words:
         parts = [part for part in re.split(r"[\\/]", name) if len(part) > 3 and part not in _COMMON]
-        found |= {name, *parts, *(part.partition(".")[0] for part in parts)}
-    kept = sorted((name for name in found if len(name) > 3 and name not in _COMMON), key=len, reverse=True)
+        parts_of_words |= {name, *parts, *(part.partition(".")[0] for part in parts)}
+    kept = sorted((name for name in parts_of_words if len(name) > 3 and name not in _COMMON), key=len, reverse=True)
     # A part of a longer word is no name: `test` is none in `latest`, and `acme` is one in `acme_2`.
     return re.compile("|".join(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])" for name in kept)) if kept else None
 

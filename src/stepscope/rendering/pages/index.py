@@ -71,7 +71,7 @@ def _rows(runs: list[Run], trends: list[Trend], place_of_all: Path) -> RunIndex:
     """Every run as columns of figures, newest first; what recurs stands once."""
     columns: dict[str, list[float | int | str | None]] = {name: [] for name in RunIndex.columns_of_figures}
     cells: dict[tuple[int, ...], int] = {}
-    seen: list[Run] = []
+    runs_shown: list[Run] = []
     places = {
         run.id: (number, place)
         for number, trend in enumerate(trends)
@@ -82,8 +82,8 @@ def _rows(runs: list[Run], trends: list[Trend], place_of_all: Path) -> RunIndex:
         # The index of runs holds each workload and environment once, so that the same object is the same cell.
         key = (id(run.workload), id(run.settings), id(run.environment))
         if key not in cells:
-            cells[key] = len(seen)
-            seen.append(run)
+            cells[key] = len(runs_shown)
+            runs_shown.append(run)
         samples = run.samples.get(STEP)
         within = samples.interval() if samples is not None and samples.count else None
         number, place = places.get(run.id, (None, None))
@@ -109,14 +109,14 @@ def _rows(runs: list[Run], trends: list[Trend], place_of_all: Path) -> RunIndex:
         }
         for name, value in row.items():
             columns[name].append(value)
-    fields = {name: [FIELDS[name].read(run) for run in seen] for name in IDENTIFYING if name != "tag"}
-    commits = [(run.environment.code[0] or "")[:10] if run.environment else "" for run in seen]
+    fields = {name: [FIELDS[name].read(run) for run in runs_shown] for name in IDENTIFYING if name != "tag"}
+    commits = [(run.environment.code[0] or "")[:10] if run.environment else "" for run in runs_shown]
     varying = {name: values for name, values in {**fields, "commit": commits}.items() if len(set(values)) > 1}
     return RunIndex(
         place=shlex.quote(str(place_of_all)),
         figures=columns,
-        names=[printable(cell_name(run.workload, run.settings)) for run in seen],
-        devices=[printable(run.environment.limited_device) if run.environment else "" for run in seen],
+        names=[printable(cell_name(run.workload, run.settings)) for run in runs_shown],
+        devices=[printable(run.environment.limited_device) if run.environment else "" for run in runs_shown],
         fields=varying,
         histories=[[_short(moment.step_s, 1e3) or 0.0 for moment in trend.moments] for trend in trends],
         changes=[[change.place for change in trend.changes] for trend in trends],

@@ -313,12 +313,12 @@ def page_of_run(
     sections = [*heading_of(answer)]
     if step:
         sections.append(section("The step by its phases", answer, tables=step, panels=answer.panels))
-    found = check_trace(captured) if captured is not None else ()
+    findings_of_trace = check_trace(captured) if captured is not None else ()
     if captured is not None:
-        sections += sections_of_capture(captured, answer_trace(captured, found, run.id))
+        sections += sections_of_capture(captured, answer_trace(captured, findings_of_trace, run.id))
     elif digest is not None:
         sections += sections_of_digest(digest, on_cpu=run.environment is None or run.environment.device_type == "cpu")
-        found = digest.findings
+        findings_of_trace = digest.findings
     if memory:
         sections.append(section("Memory by phase", answer, tables=memory))
     if remembered is not None:
@@ -334,7 +334,7 @@ def page_of_run(
         Section(title="Notes", answer=msgspec.structs.replace(ends, asides=asides, origin=(identify(run),)))
     )
     kinds = {finding.kind for finding in run.findings}
-    findings = (*run.findings, *(one for one in found if one.kind not in kinds))
+    findings = (*run.findings, *(one for one in findings_of_trace if one.kind not in kinds))
     return Page(
         title=f"{run.workload.name}: a training step",
         kind="run",
@@ -455,7 +455,7 @@ def share_text(share: float) -> str:
 
 def _numerics(run: Run) -> Iterator[Section]:
     """What was observed of the run's precision and of its updates; nothing where nothing was."""
-    precision, updates, seen = run.evidence.precision, run.evidence.updates, run.evidence.observation
+    precision, updates, observation = run.evidence.precision, run.evidence.updates, run.evidence.observation
     rows: list[tuple[Cell, ...]] = []
     notes: list[str] = []
     if precision is not None:
@@ -463,8 +463,8 @@ def _numerics(run: Run) -> Iterator[Section]:
         rows.append(("error of one against float64", f"{precision.probe_relative_error:.1e}"))
         for name, kernels in (("TF32", precision.tf32_kernels), ("true fp32", precision.fp32_kernels)):
             rows += [(f"kernels of products in {name}", counted(len(kernels), "name"))] if kernels else []
-    if seen is not None and seen.product_dtypes:
-        rows.append(("operands of the forward's products", ", ".join(seen.product_dtypes)))
+    if observation is not None and observation.product_dtypes:
+        rows.append(("operands of the forward's products", ", ".join(observation.product_dtypes)))
     if updates is not None:
         rows.append(("updates of the parameters", f"{updates.applied} in {counted(updates.steps, 'measured step')}"))
         if updates.loss_scale is not None:
@@ -589,7 +589,7 @@ def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], 
     base, other = (side_named(name, runs) for name in names)
     for fault in (*base.faults, *other.faults):
         say(f"left out: {fault}")
-    found = compare_sides(base, other, across, "step")
+    comparison = compare_sides(base, other, across, "step")
 
     def digests(pair: SidePair) -> tuple[TraceDigest | None, TraceDigest | None]:
         before, after = pair.before.representative, pair.after.representative
@@ -598,14 +598,14 @@ def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], 
             digest_beside(after, pair.after_side.directory(after), "kineto", say=say),
         )
 
-    answer = answer_comparison(found, digests)
+    answer = answer_comparison(comparison, digests)
     options = f" --across {shlex.quote(','.join(across))}" if across else ""
     options += f" --runs {shlex.quote(str(runs))}" if runs != Path("runs") else ""
     return page_of_answer(
         answer,
         "comparison",
-        sentence=conclusion(found),
-        figures=_figures_of_comparison(found, answer),
+        sentence=conclusion(comparison),
+        figures=_figures_of_comparison(comparison, answer),
         shown_by=(f"stepscope compare {shlex.join(names)}{options}",),
     )
 

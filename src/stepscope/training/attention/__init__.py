@@ -48,8 +48,8 @@ def fault_of_device(name: Attention, device_type: str) -> str | None:
     if fault is None and device_type == "cuda" and torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability < needed:
-            needs, found = (".".join(map(str, version)) for version in (needed, capability))
-            return f"needs a GPU of compute capability {needs} or higher, not {found}"
+            needs, has = (".".join(map(str, version)) for version in (needed, capability))
+            return f"needs a GPU of compute capability {needs} or higher, not {has}"
     return fault
 
 

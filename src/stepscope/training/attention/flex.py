@@ -48,10 +48,10 @@ _compiled = cache(compile_for_each_shape)
 
 @cache
 def _block_mask(queries: int, keys: int, causal: bool, window: int | None, device: torch.device) -> BlockMask:
-    def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return _is_near(query, key, causal, window)
 
-    return create_block_mask(seen, None, None, queries, keys, device=device)
+    return create_block_mask(visible, None, None, queries, keys, device=device)
 
 
 def _is_near(query: Tensor, key: Tensor, causal: bool, window: int | None) -> Tensor:
@@ -71,17 +71,17 @@ def _document_mask(bounds: Tensor, causal: bool, window: int | None) -> BlockMas
     for of, of_causal, of_window, mask in _last_mask:
         if of is bounds and (of_causal, of_window) == (causal, window):
             return mask
-    made = _mask_of_documents(bounds, causal, window)
-    _last_mask[:] = [(bounds, causal, window, made)]
-    return made
+    block_mask = _mask_of_documents(bounds, causal, window)
+    _last_mask[:] = [(bounds, causal, window, block_mask)]
+    return block_mask
 
 
 def _mask_of_documents(bounds: Tensor, causal: bool, window: int | None) -> BlockMask:
     first, after = bounds.unbind()
 
-    def seen(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def visible(batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         within = (key >= first[batch, query]) & (key < after[batch, query])
         return within & _is_near(query, key, causal, window) if causal or window is not None else within
 
     _, batches, length = bounds.shape
-    return create_block_mask(seen, batches, None, length, length, device=bounds.device)
+    return create_block_mask(visible, batches, None, length, length, device=bounds.device)

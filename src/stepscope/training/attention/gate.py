@@ -397,11 +397,11 @@ class _Case:
 
     @classmethod
     def make(cls, shape: AttentionShape, dtype: TensorDtype, device: torch.device, seed: int) -> "_Case":
-        given = draw_tensors(shape, dtype, device, seed)
-        gradient = given[3].tensor
+        inputs = draw_tensors(shape, dtype, device, seed)
+        gradient = inputs[3].tensor
         q, k, v = (
             each.tensor.detach().requires_grad_(name in shape.differentiated)
-            for name, each in zip("qkv", given[:3], strict=True)
+            for name, each in zip("qkv", inputs[:3], strict=True)
         )
         call = Call((q, k, v), call_options(shape, device))
         large = shape.batch * shape.heads * shape.queries * shape.keys > _MOST_SCORES
@@ -412,13 +412,13 @@ class _Case:
         if _is_grouped(shape, dtype):
             yardsticks.append(lambda q, k, v, **how: sdpa(q, *for_all_heads(q, k, v), **how))
         try:
-            made = [_run(yardstick, call, gradient, backward=True) for yardstick in yardsticks]
+            outputs = [_run(yardstick, call, gradient, backward=True) for yardstick in yardsticks]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the mistake is its own
             why = f"sdpa, by whose error the gate judges, raises {named_line(error)}"
             raise RuntimeError(why) from error
-        errors = [{name: _errors(found[name], exact[name], terms[name]) for name in exact} for found in made]
+        errors = [{name: _errors(results[name], exact[name], terms[name]) for name in exact} for results in outputs]
         worst = {name: (max(each[name][0] for each in errors), max(each[name][1] for each in errors)) for name in exact}
         largest_score = None
         if not large:
@@ -426,7 +426,7 @@ class _Case:
             scores = of_q @ of_k.repeat_interleave(shape.heads // shape.key_heads, dim=1).mT
             largest_score = float(scores.abs().amax()) * abs(scale_of(shape))
         return cls(
-            shape=shape, dtype=dtype, given=given, call=call, largest_score=largest_score, exact=exact, terms=terms,
+            shape=shape, dtype=dtype, given=inputs, call=call, largest_score=largest_score, exact=exact, terms=terms,
             sdpa=worst,
         )  # fmt: skip
 
@@ -562,9 +562,9 @@ def _is_grouped(shape: AttentionShape, dtype: TensorDtype) -> bool:
     return dtype == "fp32" and shape.heads != shape.key_heads
 
 
-def _errors(found: Tensor, exact: Tensor, terms: float) -> tuple[float, float]:
+def _errors(measured: Tensor, exact: Tensor, terms: float) -> tuple[float, float]:
     """Errors relative to the exact result, or to its terms where these cancel."""
-    return relative_errors(found, exact, terms if _is_nothing(exact, terms) else None)
+    return relative_errors(measured, exact, terms if _is_nothing(exact, terms) else None)
 
 
 def _is_nothing(exact: Tensor, terms: float) -> bool:

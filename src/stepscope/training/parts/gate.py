@@ -177,9 +177,9 @@ def _judge(
     # Nobody says of a user's function which intermediate results it rounds.
     slack = interpreter_slack(TORCH_DTYPES[dtype], device.type) * (2.0 if is_users(name) else 1.0)
     errors: dict[str, tuple[float, float]] = {}
-    for when, found in zip(("", "when it is called again, "), runs, strict=False):
+    for when, measured in zip(("", "when it is called again, "), runs, strict=False):
         if not reason:
-            errors, why = compare(exact, plain, found, dict.fromkeys(exact, unit), slack)
+            errors, why = compare(exact, plain, measured, dict.fromkeys(exact, unit), slack)
             reason = f"{when}{why}" if why else ""
     # The inputs to freeze together, by number: each proper subset but the empty one.
     numbers = range(len(inputs.tensors))
@@ -274,18 +274,18 @@ class _Inputs:
         trained = {f"gradient {i}": leaf.requires_grad_() for i, leaf in enumerate(leaves) if i not in frozen}
         rest = [t.to(dtype) if dtype and isinstance(t, Tensor) and t.is_floating_point() else t for t in self.rest]
         if self._part == "norm" and len(leaves) == 2:
-            made = (function(leaves[0], None, leaves[1], EPSILON)[1],)
+            outputs = (function(leaves[0], None, leaves[1], EPSILON)[1],)
         else:
             out = function(*leaves, *rest)
-            made = out if isinstance(out, tuple) else (out,)
-        for i, (out, g) in enumerate(zip(made, self.gradients, strict=True)):
+            outputs = out if isinstance(out, tuple) else (out,)
+        for i, (out, g) in enumerate(zip(outputs, self.gradients, strict=True)):
             if out.shape != g.shape:
                 raise WrongKind(f"result {i} is {tuple(out.shape)}, not {tuple(g.shape)}")
-        upstream = [(out, g.to(out.dtype)) for out, g in zip(made, self.gradients, strict=True) if out.requires_grad]
+        upstream = [(out, g.to(out.dtype)) for out, g in zip(outputs, self.gradients, strict=True) if out.requires_grad]
         outs, of_outs = zip(*upstream, strict=True) if upstream else ((), ())
         gradients = torch.autograd.grad(outs, [*trained.values()], of_outs, allow_unused=True) if outs else ()
-        found = {name: each for name, each in zip(trained, gradients, strict=False) if each is not None}
-        return {f"result {i}": out.detach() for i, out in enumerate(made)} | found
+        gradients_by_name = {name: each for name, each in zip(trained, gradients, strict=False) if each is not None}
+        return {f"result {i}": out.detach() for i, out in enumerate(outputs)} | gradients_by_name
 
 
 _WRITTEN_OUT: dict[Part, Function] = {
@@ -304,14 +304,14 @@ def require_users(workload: TextbookWorkload, device: torch.device) -> list[str]
     """What was seen of a user's functions that a step runs, a sentence each. Raises GateFailure for one that is wrong,
     and InputError for one that cannot be called."""
     config, precision = workload.model, PRECISIONS[workload.dtype]
-    tensors, backward, found = precision.tensors, workload.phase != "forward", list[str]()
+    tensors, backward, faults = precision.tensors, workload.phase != "forward", list[str]()
     with matmul_precision("fp32"), _memory_errors():
         if is_users(workload.attention):
             step = AttentionShape(
                 batch=workload.batch_size, heads=config.heads, key_heads=config.key_heads, queries=workload.seq_len,
                 keys=workload.seq_len, head_dim=config.head_dim, causal=True,
             )  # fmt: skip
-            found.append(require_users_attention(workload.attention, tensors, device, step, backward=backward))
+            faults.append(require_users_attention(workload.attention, tensors, device, step, backward=backward))
         rows = min(workload.tokens, _MOST_ROWS.get(device.type, 64))
         length = min(workload.seq_len, rows)
         sizes: dict[Part, tuple[int, ...]] = {
@@ -325,8 +325,8 @@ def require_users(workload: TextbookWorkload, device: torch.device) -> list[str]
                 # A norm takes the residual stream, whose dtype autocast does not change.
                 dtype = "fp32" if part == "norm" and precision.residual == 4 else tensors
                 case = PartCase(part, sizes[part], strided=part == "rope", ignored=False)
-                found.append(require_users_part(name, case, dtype, device, backward=backward))
-    return found
+                faults.append(require_users_part(name, case, dtype, device, backward=backward))
+    return faults
 
 
 @contextlib.contextmanager
@@ -436,11 +436,11 @@ def hold(module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial
                 if not all(torch.allclose(again[result], each, rtol=0.05, atol=0.05) for result, each in plain.items()):
                     raise Unlike("their forward gives other numbers when it is called again")
                 module.__class__ = replacement
-                found: dict[Frozen, dict[str, Tensor]] = {
+                measured: dict[Frozen, dict[str, Tensor]] = {
                     frozen: trial.run(frozen=frozen) for frozen in (None, "input", "weights")
                 }
                 module.__class__ = original
-                for frozen, numbers in found.items():
+                for frozen, numbers in measured.items():
                     _judge_module(exact, plain, numbers, trial, frozen)
         finally:
             module.__class__ = original
@@ -449,7 +449,7 @@ def hold(module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial
 
 
 def _judge_module(
-    exact: Mapping[str, Tensor], plain: Mapping[str, Tensor], found: Mapping[str, Tensor], trial: Trial, frozen: Frozen
+    exact: Mapping[str, Tensor], plain: Mapping[str, Tensor], ours: Mapping[str, Tensor], trial: Trial, frozen: Frozen
 ) -> None:
     """Raise Unlike where results, or the gradients that are due with this frozen, are missing or too far off."""
     gradients = {result for result in plain if result.startswith("gradient")}
@@ -457,13 +457,13 @@ def _judge_module(
     where = f"where their {frozen} {'is' if frozen == 'input' else 'are'} frozen, " if frozen else ""
     due = {result: right for result, right in plain.items() if result not in spared}
     for result, right in due.items():
-        if result not in found:
+        if result not in ours:
             raise Unlike(f"{where}{result} is missing")
-        if found[result].dtype != right.dtype:
-            raise Unlike(f"{where}{result} is {found[result].dtype}, not {right.dtype}")
+        if ours[result].dtype != right.dtype:
+            raise Unlike(f"{where}{result} is {ours[result].dtype}, not {right.dtype}")
     units = {result: torch.finfo(right.dtype).eps / 2 for result, right in due.items()}
     slack = interpreter_slack(torch.bfloat16 if trial.autocast else trial.x.dtype, trial.x.device.type)
-    errors, reason = compare({result: exact[result] for result in due}, due, found, units, slack)
+    errors, reason = compare({result: exact[result] for result in due}, due, ours, units, slack)
     if reason:
         largest = max(error for error, _ in errors.values())
         raise Unlike(f"they compute something else: {where}{reason}; the largest difference is {largest:.2g}", largest)
@@ -474,13 +474,13 @@ def gradients_of(out: Tensor, leaves: Mapping[str, Tensor], upstream: Tensor | N
     trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     if not out.requires_grad or not trained:
         return {}
-    found = torch.autograd.grad(out, [*trained.values()], upstream, allow_unused=True)
-    return {name: each for name, each in zip(trained, found, strict=True) if each is not None}
+    gradients = torch.autograd.grad(out, [*trained.values()], upstream, allow_unused=True)
+    return {name: each for name, each in zip(trained, gradients, strict=True) if each is not None}
 
 
-def autocast_or_not(asked: bool, device: torch.device) -> AbstractContextManager[object]:
+def autocast_or_not(wanted: bool, device: torch.device) -> AbstractContextManager[object]:
     """Autocast to bf16 on the device, where it is asked for."""
-    return torch.autocast(device.type, torch.bfloat16) if asked else nullcontext()
+    return torch.autocast(device.type, torch.bfloat16) if wanted else nullcontext()
 
 
 def ways_of(dtype: torch.dtype) -> tuple[tuple[torch.dtype, bool], ...]:

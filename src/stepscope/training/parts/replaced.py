@@ -100,8 +100,8 @@ class LanguageModel:
 
 def _loss_function(module: nn.Module) -> Any:
     """The loss function of a model of Hugging Face's, of a method the function behind it."""
-    found = getattr(module, "loss_function", None)
-    return getattr(found, "__func__", found)
+    function = getattr(module, "loss_function", None)
+    return getattr(function, "__func__", function)
 
 
 def language_model(module: nn.Module) -> LanguageModel | None:
@@ -112,9 +112,9 @@ def language_model(module: nn.Module) -> LanguageModel | None:
     loss = _loss_function(module)
     if base not in children or find_head is None or not callable(loss) or not isinstance(loss, Hashable):
         return None
-    found = find_head()
-    head = next((name for name, child in children.items() if child is found), None)
-    if head is None or type(found) is not nn.Linear or found.bias is not None:
+    head_module = find_head()
+    head = next((name for name, child in children.items() if child is head_module), None)
+    if head is None or type(head_module) is not nn.Linear or head_module.bias is not None:
         return None
     return LanguageModel(base, head, loss)
 
@@ -132,10 +132,10 @@ class _Names:
         """The arguments of a call by name. None for a call that the forward does not take, and for one with arguments
         for the base that are not among its own: of these nothing tells that it passes them on."""
         placed = dict(zip(self.places, args, strict=False))
-        taken = all(name not in placed and (self.any_name or name in self.by_name) for name in kwargs)
+        fits = all(name not in placed and (self.any_name or name in self.by_name) for name in kwargs)
         bound = {**placed, **kwargs}
         passed = all(name in self.by_name for name in bound if name in _PASSED and name != "use_cache")
-        return bound if taken and passed and len(args) <= len(self.places) else None
+        return bound if fits and passed and len(args) <= len(self.places) else None
 
 
 @functools.cache
@@ -146,31 +146,31 @@ def _names(forward: Callable[..., Any]) -> _Names:
     return _Names(tuple(places), frozenset(named), any(each.kind is each.VAR_KEYWORD for each in parameters))
 
 
-def loss_forward(own: Callable[..., Any], kernel: Callable[..., Tensor], of: LanguageModel) -> Callable[..., Any]:
+def loss_forward(original: Callable[..., Any], kernel: Callable[..., Tensor], of: LanguageModel) -> Callable[..., Any]:
     """A forward that computes the loss from hidden states, wherever it may."""
     from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: PLC0415  (its models come from it)
 
     # The class of what the forward returns, as it says itself: code that reads `aux_loss` finds it there.
-    fitting = (each for each in _declared_outputs(own) if {"loss", "logits"} <= _fields(each))
-    names, returned = _names(own), next(fitting, CausalLMOutputWithPast)
+    fitting = (each for each in _declared_outputs(original) if {"loss", "logits"} <= _fields(each))
+    names, returned = _names(original), next(fitting, CausalLMOutputWithPast)
     rest = sorted(_fields(returned) - {"loss", "logits"})
 
     # With its own signature: Transformers reads there which columns of a data set a model takes.
-    @functools.wraps(own)
+    @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = names.bound(args, kwargs)
         trains = self.training and torch.is_grad_enabled() and not transformed_by_func()
         if call is None or not trains or not isinstance(call.get("labels"), Tensor):
-            return own(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         why = _why_not(self, of, call)
         if why is not None:
             _say_own(self, why)
-            return own(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         outputs = getattr(self, of.base)(**{name: value for name, value in call.items() if name in _PASSED})
         hidden, labels = outputs[0], call["labels"].to(outputs[0].device)
         if hidden.shape[:-1] != labels.shape:  # a base that puts positions of its own beside those of the input
             _say_own(self, "its base returns other positions than it gets")
-            return own(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
         targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         loss = kernel(hidden, getattr(self, of.head).weight, targets)
         counted = call.get("num_items_in_batch")
@@ -199,12 +199,12 @@ def _why_not(module: nn.Module, of: LanguageModel, call: Mapping[str, Any]) -> s
         return "it returns a tuple (return_dict)"
     if getattr(config, "output_router_logits", False):
         return "it adds the loss of a router (output_router_logits)"
-    asked = (
+    unusual = (
         name
         for name, value in call.items()
         if name not in _PASSED and name not in _OF_LOSS and value is not None and (name, value) != ("logits_to_keep", 0)
     )
-    return next((f"the call asks for {name}" for name in asked), None)
+    return next((f"the call asks for {name}" for name in unusual), None)
 
 
 def _say_own(module: nn.Module, why: str) -> None:
@@ -279,12 +279,12 @@ class _GivenStates(nn.Module):
             of_kind = next((each.name for each in known.values() if each.kind is kind), None)
             more = bound.pop(of_kind, {}) if of_kind else {}
             bound |= more if isinstance(more, dict) else {}
-        asked = {
+        named = {
             name: value
             for name, value in [*bound.items()][1:]
             if value is not None and name not in _NOT_OF_STATES and not (name in known and value is known[name].default)
         }
-        other = next((name for name in {**asked, **self.call} if asked.get(name) is not self.call.get(name)), None)
+        other = next((name for name in {**named, **self.call} if named.get(name) is not self.call.get(name)), None)
         if other is not None:
             raise Unlike(f"their forward gives its base another {other} than it gets")
         return _BaseOutputs(self.states, self.of)
@@ -312,20 +312,20 @@ class _OfStates(Trial):
             with autocast_or_not(self.autocast and dtype is None, self.x.device):
                 weights = {f"{self.of.head}.weight": weight}
                 out = functional_call(self.module, weights, (), {**call, "labels": self.labels})
-            found = gradients_of(out.loss, {self.of_input: states, "gradient of the head": weight})
+            gradients = gradients_of(out.loss, {self.of_input: states, "gradient of the head": weight})
         except torch.OutOfMemoryError as error:
             raise Unlike("there is no memory to hold them against it") from error
         except CALL_ERRORS as error:
             raise Unlike(f"their base is not called for hidden states alone: {named_line(error)}") from error
         finally:
             setattr(self.module, self.of.base, base)
-        if "gradient of the head" in found:
+        if "gradient of the head" in gradients:
             # It is as large as the head, and some of its 150,000 rows are enough: those of the labels, the first, the
             # last, and some between.
             spread = torch.linspace(0, self.weight.shape[0] - 1, 61, device=self.labels.device).long()
             rows = torch.cat([self.labels[self.labels >= 0], spread]).unique()
-            found["gradient of the head"] = found["gradient of the head"][rows]
-        return {"the loss": out.loss.detach(), **found}
+            gradients["gradient of the head"] = gradients["gradient of the head"][rows]
+        return {"the loss": out.loss.detach(), **gradients}
 
 
 def trials_of_states(module: nn.Module, of: LanguageModel) -> Iterator[Trial]:
@@ -433,18 +433,18 @@ def replace_in(model: nn.Module, chosen: Mapping[Part, Kernels]) -> Replaced:
     Where all parts that are modules are chosen, those that the model does not have are named in the result; but it
     must have one of them.
     """
-    asked: dict[Part, Kernels] = {part: name for part, name in chosen.items() if name != REFERENCE}
+    requested: dict[Part, Kernels] = {part: name for part, name in chosen.items() if name != REFERENCE}
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
     if first is None:
         raise InputError(f"{type(model).__name__} has no parameters: there is nothing to replace")
     if first.dtype not in _NAMES:
         raise InputError(f"{type(model).__name__} is {first.dtype}: parts take fp32, bf16 and fp16")
-    check_parts(asked, first.device.type, _NAMES[first.dtype], {})
-    found = [record for part, name in asked.items() for record in _replaced(model, part, name)]
-    missing = [record for record in found if not record.modules]
-    of_modules: list[Part] = [part for part in MODULE_PARTS if part in asked]
-    if len(of_modules) == len(MODULE_PARTS) and not any(record.modules for record in found):
-        names = " and ".join(dict.fromkeys(asked[part] for part in of_modules))
+    check_parts(requested, first.device.type, _NAMES[first.dtype], {})
+    records = [record for part, name in requested.items() for record in _replaced(model, part, name)]
+    missing = [record for record in records if not record.modules]
+    of_modules: list[Part] = [part for part in MODULE_PARTS if part in requested]
+    if len(of_modules) == len(MODULE_PARTS) and not any(record.modules for record in records):
+        names = " and ".join(dict.fromkeys(requested[part] for part in of_modules))
         raise InputError(
             f"kernels {names} replace nothing in {type(model).__name__}: it has "
             f"{', '.join(_ABSENT[part] for part in of_modules)}; leave out --kernels"
@@ -455,7 +455,7 @@ def replace_in(model: nn.Module, chosen: Mapping[Part, Kernels]) -> Replaced:
             f"{first_missing.part} {first_missing.kernels} replaces nothing in {type(model).__name__}: "
             f"{first_missing.why}; leave out --{first_missing.part}"
         )
-    return Replaced(model, tuple(found))
+    return Replaced(model, tuple(records))
 
 
 _HELD: dict[Hashable, type[nn.Module] | Unlike] = {}
@@ -487,29 +487,29 @@ def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
         outcomes.setdefault((type(module).__name__, unlike is None, kind), []).append((path, unlike))
     if not outcomes:
         return [PartFound(part=part, kernels=name, type="", modules=0, replaced=False, why=f"it has {_ABSENT[part]}")]
-    found: list[PartFound] = []
+    records: list[PartFound] = []
     for (kind, fits, _), each in outcomes.items():
         differing = [unlike for _, unlike in each if unlike is not None]
         why = max(differing, key=lambda unlike: unlike.error).why if differing else ""
-        found.append(
+        records.append(
             PartFound(part=part, kernels=name, type=kind, modules=len(each), replaced=fits, why=why, where=each[0][0])
         )
-    return found
+    return records
 
 
 def _ways(module: nn.Module, part: Part) -> list[_Way]:
     """How a kernel may say what this module computes; none where it is no such part."""
     if part == "norm":
-        own = dict(module.named_parameters())
+        held = dict(module.named_parameters())
         bare = (
-            [*own] == ["weight"] and own["weight"].dim() == 1 and not [*module.children()] and not [*module.buffers()]
+            [*held] == ["weight"] and held["weight"].dim() == 1 and not [*module.children()] and not [*module.buffers()]
         )
-        if not bare or isinstance(module, _NOT_RMS) or _epsilon_of(module, own["weight"].dtype) is None:
+        if not bare or isinstance(module, _NOT_RMS) or _epsilon_of(module, held["weight"].dtype) is None:
             return []
         return [_Way(offset=offset, promoted=promoted) for offset in (0.0, 1.0) for promoted in (True, False)]
     if part == "loss":
-        found = language_model(module)
-        return [] if found is None else [_Way(language_model=found)]
+        model_parts = language_model(module)
+        return [] if model_parts is None else [_Way(language_model=model_parts)]
     layers = dict(module.named_children())
     return [
         _Way(names=names)
@@ -528,8 +528,8 @@ def _shape(layer: nn.Module) -> tuple[int, ...]:
 def _epsilon_of(module: nn.Module, dtype: torch.dtype) -> float | None:
     if isinstance(module, nn.RMSNorm) and module.eps is None:
         return torch.finfo(dtype).eps
-    found = getattr(module, "variance_epsilon", getattr(module, "eps", getattr(module, "epsilon", None)))
-    return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else None
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", getattr(module, "epsilon", None)))
+    return float(epsilon) if isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool) else None
 
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
