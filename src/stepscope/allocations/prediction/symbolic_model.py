@@ -206,11 +206,7 @@ class SymbolicModel:
         self.parameters: list[Parameter] = []
         shapes = shapes_outside_blocks(config)
         self.embedding_weight = self._parameter("embedding.weight", shapes)
-        of_block = block_shapes(config)
-        self.blocks: list[BlockParameters] = [
-            {name.removesuffix(".weight"): self._parameter(name, of_block, f"blocks.{i}.") for name in of_block}
-            for i in range(config.layers)
-        ]
+        self.blocks = [self._block(i) for i in range(config.layers)]
         self.norm_weight = self._parameter("norm.weight", shapes)
         if config.tied:
             self.embedding_weight.uses = 2
@@ -224,6 +220,11 @@ class SymbolicModel:
         parameter = Parameter(prefix + name, math.prod(shapes[name]), size)
         self.parameters.append(parameter)
         return parameter
+
+    def _block(self, index: int) -> BlockParameters:
+        """The parameters of a block: a rank of a layout has its own part of them."""
+        shapes = block_shapes(self.workload.model)
+        return {name.removesuffix(".weight"): self._parameter(name, shapes, f"blocks.{index}.") for name in shapes}
 
     # ---- what a step calls
 
