@@ -10,7 +10,6 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.questions.kernels import MISSING, CapturedCell, answer_kernels, longest_of_both
 from stepscope.traces.captures.digest import (
-    KEPT_ROWS,
     FamilyRow,
     RoofRow,
     TraceDigest,
@@ -111,15 +110,15 @@ def test_the_longest_of_both_phases_by_the_longest_of_each():
         kernel("c", "backward", 50),
         kernel("b", "backward", 45),
     ]
-    both = longest_of_both(msgspec.structs.replace(digest(*phases), top=tuple(rows)))
-    assert both is not None and (both.name, both.busy_ns, both.calls, both.phase) == ("b", 80, 4, "forward + backward")
+    both, *_ = longest_of_both(msgspec.structs.replace(digest(*phases), top=tuple(rows)))
+    assert (both.name, both.busy_ns, both.calls, both.phase) == ("b", 80, 4, "forward + backward")
     assert both.share == pytest.approx(80 / 300)
 
-    cut = [kernel(f"k{i}", "forward", 34) for i in range(KEPT_ROWS - 2)]  # c may take 34 of forward: 84 together
-    assert longest_of_both(msgspec.structs.replace(digest(*phases), top=(*rows, *cut))) is None
+    cut = [kernel(f"k{i}", "forward", 34) for i in range(6)]  # c may take 34 of forward: 84 together
+    assert longest_of_both(msgspec.structs.replace(digest(*phases), top=(*rows, *cut))) == []
     apart = [kernel("a", "forward", 90), kernel("c", "backward", 50)]  # nothing is cut: `a` takes no time in backward
     both = longest_of_both(msgspec.structs.replace(digest(*phases), top=tuple(apart)))
-    assert both is not None and (both.name, both.busy_ns) == ("a", 90)
+    assert [(row.name, row.busy_ns) for row in both] == [("a", 90), ("c", 50)]
 
 
 def test_the_kernels_of_softmax_and_its_work_are_figures():
@@ -166,3 +165,49 @@ def test_no_two_columns_share_a_head():
     assert len(tables) >= 8
     for table in tables:
         assert len(set(table.columns)) == len(table.columns), table.columns
+
+
+def captured(seq_len: int, softmax: float, elementwise: float, **times: list[float]) -> CapturedCell:
+    """A cell of inference of this length, whose forward has so much of two families."""
+    rows = tuple(
+        FamilyRow(family=family, phase="forward", calls=1, busy_ns=ns)
+        for family, ns in (("softmax", softmax), ("activation/elementwise", elementwise))
+    )
+    longest = (kernel("softmax_warp_forward", "forward", softmax),)
+    forward = digest(phase("forward", softmax + elementwise, 0, 4))
+    made = msgspec.structs.replace(forward, families=rows, top_without_products=longest)
+    return CapturedCell(run=make_run(workload(phase="forward", seq_len=seq_len), **times), digest=made)
+
+
+def test_what_grows_faster_than_the_tokens_is_said_to_work_on_the_scores():
+    sentence = " ".join(
+        f.sentence for f in answer_kernels([captured(64, 10, 50), captured(256, 160, 200)], "c").findings
+    )
+    assert (
+        "From 64 to 256 tokens a sequence, over 1 pair of cells, forward takes 16 times as long in softmax, 4 times"
+        in (sentence)
+    )
+    assert "What grows faster than the 4 times as many tokens works on the scores" in sentence
+    assert not answer_kernels([captured(64, 10, 50)], "c").findings
+    even = answer_kernels([captured(64, 10, 50), captured(256, 40, 200)], "c").findings[0].sentence
+    assert "None grows faster than the tokens do" in even
+
+
+def test_the_host_sets_the_time_where_kernels_fill_little_of_it():
+    """Forward takes 1 us by the timer and its kernels 100 ns; backward 1.2 us and 200 ns."""
+    made = digest(FORWARD, phase("backward", 200, 160, 8))
+    cell = CapturedCell(run=make_run(forward=[1e-6], backward=[1.2e-6]), digest=made)
+    answered = answer_kernels([cell], "f")
+    assert [row[1:3] for row in answered.tables[0].rows] == [(2.0, 1.2)]
+    sentence = answered.findings[-1].sentence
+    assert "By the timer backward takes 1.20 times as long as forward." in sentence
+    assert "kernels fill 10.0 % of forward and 16.7 % of backward: the host sets the time there" in sentence
+    full = CapturedCell(run=make_run(forward=[1e-7], backward=[2e-7]), digest=made)
+    assert "the host" not in answer_kernels([full], "f").findings[-1].sentence
+
+
+def test_a_ranking_of_both_phases_is_as_long_as_what_was_kept_tells():
+    rows = (kernel("a", "forward", 40), kernel("b", "backward", 90), kernel("c", "backward", 20))
+    made = msgspec.structs.replace(digest(FORWARD, phase("backward", 200, 160, 8)), top=rows)
+    table = answer(made, "j").tables[0]
+    assert [row[1:3] for row in table.rows] == [(1, "b"), (2, "a"), (3, "c")]

@@ -1,7 +1,10 @@
 """Which kernels a step runs, over models and lengths: cells and answer."""
 
+import itertools
+import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -15,10 +18,11 @@ from stepscope.core.model_config import configure
 from stepscope.core.options import OUTPUT, STORED, Option, refuse_beside
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_AND_BACKWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run, settings_from
+from stepscope.core.units import counted, format_seconds, format_share
 from stepscope.core.workloads import by_sizes
 from stepscope.engine.sweep_plan import SweepPlan
 from stepscope.engine.workload_options import Record, Recording, TraceSteps
-from stepscope.questions.comparison import ComparedRun, compared_cells, stored_runs, table_of_rows
+from stepscope.questions.comparison import ComparedRun, compared_cells, same_but, stored_runs, table_of_rows
 from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs.metrics import median_s
 
@@ -78,45 +82,64 @@ class CapturedCell(ComparedRun):
         phase = self.tables.phase(part)
         return phase.busy_ns if phase else None
 
-    def family_ns(self, family: str) -> float:
-        return sum(row.busy_ns for row in self.tables.families if row.family == family)
+    def family_ns(self, family: str, phase: str = "") -> float:
+        """Kernel time of a family, in this phase or in the whole step."""
+        rows = (row for row in self.tables.families if row.family == family and phase in ("", row.phase))
+        return sum(row.busy_ns for row in rows)
+
+    @property
+    def together(self) -> "Sequence[KernelRow]":
+        """The longest kernels of forward and backward together, as far as the digest tells."""
+        return self.tables.top_together or longest_of_both(self.tables)
 
     def longest(self, phase: str) -> "KernelRow | None":
         """The kernel that takes longest in a phase, or in forward and backward together."""
         if phase == FORWARD_AND_BACKWARD:
-            return self.tables.top_together[0] if self.tables.top_together else longest_of_both(self.tables)
+            return next(iter(self.together), None)
         return next((row for row in self.tables.top if row.phase == phase), None)
 
+    def wall_s(self, phase: str) -> float | None:
+        """The phase's median time by the timer, without a profiler."""
+        return median_s(self.run, phase)
 
-def longest_of_both(digest: "TraceDigest") -> "KernelRow | None":
-    """What takes longest in forward and backward together, by the longest kernels of each.
 
-    None where they do not tell: a kernel that is not among the longest of a phase may take as long there as the last
-    of these.
+_CUT_AT = 8
+"""The kernels of each phase that older digests keep: there may be others where a ranking has so many."""
+
+
+def longest_of_both(digest: "TraceDigest") -> "list[KernelRow]":
+    """What takes longest in forward and backward together, the longest first, by the longest kernels of each.
+
+    It ends where these do not tell: a kernel that is not among the longest of a phase may take as long there as the
+    last of these.
     """
-    from stepscope.traces.captures.digest import KEPT_ROWS
-
     names = (FORWARD, BACKWARD)
     phases = [digest.phase(name) for name in names]
     kept = [{row.name: row for row in digest.top if row.phase == name} for name in names]
     if not all(phases) or not all(kept):
-        return None
-    unseen = [min(row.busy_ns for row in rows.values()) if len(rows) >= KEPT_ROWS else 0.0 for rows in kept]
+        return []
+    unseen = [min(row.busy_ns for row in rows.values()) if len(rows) >= _CUT_AT else 0.0 for rows in kept]
     rows_of = {name: [rows[name] for rows in kept if name in rows] for name in (*kept[0], *kept[1])}
     known = {name: sum(row.busy_ns for row in rows) for name, rows in rows_of.items()}
-    first = max(known, key=lambda name: known[name])
-    at_most = [
-        known[name] + sum(more for rows, more in zip(kept, unseen, strict=True) if name not in rows) for name in known
-    ]
-    if max(*at_most, sum(unseen)) > known[first]:
-        return None
-    return msgspec.structs.replace(
-        rows_of[first][0],
-        phase=FORWARD_AND_BACKWARD,
-        calls=sum(row.calls for row in rows_of[first]),
-        busy_ns=known[first],
-        share=known[first] / sum(phase.busy_ns for phase in phases if phase),
-    )
+    at_most = {
+        name: known[name] + sum(more for rows, more in zip(kept, unseen, strict=True) if name not in rows)
+        for name in known
+    }
+    ordered = sorted(known, key=lambda name: -known[name])
+    ranked: list[KernelRow] = []
+    for i, name in enumerate(ordered):
+        if max(sum(unseen), *(at_most[other] for other in ordered[i:])) > known[name]:
+            break
+        ranked.append(
+            msgspec.structs.replace(
+                rows_of[name][0],
+                phase=FORWARD_AND_BACKWARD,
+                calls=sum(row.calls for row in rows_of[name]),
+                busy_ns=known[name],
+                share=known[name] / sum(phase.busy_ns for phase in phases if phase),
+            )
+        )
+    return ranked
 
 
 def busiest_families(cells: list[CapturedCell]) -> list[str]:
@@ -128,6 +151,12 @@ def busiest_families(cells: list[CapturedCell]) -> list[str]:
 MISSING = "Not measured"
 _LONGEST = 3
 """Kernels that are shown of each ranking."""
+_RANKED = 14
+"""Kernels that are shown of forward and backward together."""
+_MUCH = 0.02
+"""The share of a phase from which a family's growth is told."""
+_FILLED = 0.75
+"""The share of a phase's time that kernels fill, below which the host sets that time."""
 _NS = 1e-9
 
 
@@ -166,7 +195,8 @@ def answer_kernels(cells: Iterable[CapturedCell], letters: str = "", unmeasured:
 
 def _times(letter: str, cells: list[CapturedCell]) -> _Part:
     rows: list[dict[str, Cell]] = []
-    slowed = []
+    slowed: list[tuple[float, str]] = []
+    added: list[tuple[float, float, str]] = []
     for cell in cells:
         traced = cell.capture.samples if cell.capture else {}
         doubts = ", ".join(doubting_kinds(cell.run))
@@ -174,13 +204,16 @@ def _times(letter: str, cells: list[CapturedCell]) -> _Part:
             kernels_ns = cell.kernel_ns(name)
             if kernels_ns is None:
                 continue
-            sample, plain_s = traced.get(name), median_s(cell.run, name)
+            sample, plain_s, phase = traced.get(name), median_s(cell.run, name), cell.tables.phase(name)
+            # Nsight Systems is no clock of ours: its range of the phase, as it was open on the host.
+            profiled_s = sample.mean_s if sample else phase.range_ns * _NS if phase and phase.range_ns else None
             rows.append(
                 {
                     "cell": cell.cell,
                     "phase": name,
                     "kernels ms": milliseconds(kernels_ns * _NS),
-                    "profiled ms": milliseconds(sample.mean_s) if sample else None,
+                    "first to last kernel ms": milliseconds(phase.span_ns * _NS) if phase and phase.span_ns else None,
+                    "profiled ms": milliseconds(profiled_s),
                     "± ms": milliseconds(sample.stdev_s) if sample else None,
                     "unprofiled ms": milliseconds(plain_s),
                     "slowed, times": digits(cell.slowed) if name == STEP else None,
@@ -189,9 +222,31 @@ def _times(letter: str, cells: list[CapturedCell]) -> _Part:
             )
         if cell.slowed:
             slowed.append((cell.slowed, cell.cell))
+            kernels = sum(phase.kernels for phase in cell.tables.phases)
+            plain_s = median_s(cell.run, STEP)
+            if kernels and plain_s:
+                added.append(((cell.slowed - 1) * plain_s / kernels, plain_s / kernels, cell.cell))
     title = f"({letter}) Device time by phase, beside the measurements with and without the profiler"
     table = table_of_rows(title, rows, known=True)
-    return _with_range(table, slowed, "profiler-slows", "Under the profiler a step takes", "without it")
+    part = _with_range(table, slowed, "profiler-slows", "Under the profiler a step takes", "without it")
+    if len(added) > 1:
+        part = replace(part, findings=(*part.findings, _price_of_profiling(added)))
+    return part
+
+
+def _price_of_profiling(added: list[tuple[float, float, str]]) -> Finding:
+    """Why small models are slowed most. added: seconds that the profiler adds to a kernel, and that a kernel has of the
+    step without it, by cell."""
+    middle = statistics.median(seconds for seconds, _, _ in added)
+    shortest, longest = min(added, key=lambda one: one[1]), max(added, key=lambda one: one[1])
+    sentence = (
+        "The profiler's price is one of launches, whatever a kernel computes: "
+        f"{format_seconds(middle)} a kernel in the middle of these cells. "
+        f"A step that has {format_seconds(shortest[1])} to a kernel ({shortest[2]}) is slowed "
+        f"{1 + shortest[0] / shortest[1]:.2f} times, one that has {format_seconds(longest[1])} ({longest[2]}) "
+        f"{1 + longest[0] / longest[1]:.2f} times: so small models differ most."
+    )
+    return note("price-of-profiling", sentence, {"seconds a kernel": middle})
 
 
 def _with_range(table: Table, ratios: list[tuple[float, str]], kind: str, what: str, base: str) -> _Part:
@@ -200,7 +255,8 @@ def _with_range(table: Table, ratios: list[tuple[float, str]], kind: str, what: 
     if not ratios:
         return _Part(table=table)
     (least, shortest), (most, longest) = min(ratios), max(ratios)
-    sentence = f"{what} {least:.2f} ({shortest}) to {most:.2f} times ({longest}) as long as {base}."
+    several = f"{what} {least:.2f} ({shortest}) to {most:.2f} times ({longest}) as long as {base}."
+    sentence = several if len(ratios) > 1 else f"{what} {most:.2f} times as long as {base} ({longest})."
     return _Part(table=table, findings=(note(kind, sentence, {"least": least, "most": most}),))
 
 
@@ -236,14 +292,81 @@ def _kernel(row: "KernelRow") -> tuple[Cell, ...]:
     return (kernel_label(row.name), count(row.calls), milliseconds(row.busy_ns * _NS), percent(row.share))
 
 
+def _together(letter: str, cells: list[CapturedCell]) -> _Part:
+    """Forward and backward as one: where the time of training goes, without the optimizer."""
+    training = [cell for cell in cells if cell.trains]
+    ranked = [(cell, i, row) for cell in training for i, row in enumerate(cell.together[:_RANKED], 1)]
+    rows = tuple((cell.cell, i, *_kernel(row)) for cell, i, row in ranked)
+    columns = ("cell", "rank", "kernel", "calls a step", "ms a step", "share %")
+    title = f"({letter}) The kernels of forward and backward together, as far as the captures rank them"
+    part = _Part(table=Table(title=title, columns=columns, rows=rows))
+    unranked = [cell.cell for cell in training if not cell.together]
+    if not unranked or not rows:
+        return part
+    sentence = (
+        f"Of {', '.join(unranked)} only the longest kernels of each phase were kept, which do not tell what takes "
+        "longest in both together: measured anew, they do."
+    )
+    return replace(part, findings=(note("not-ranked", sentence, {"cells": len(unranked)}),))
+
+
 def _without_products(letter: str, cells: list[CapturedCell]) -> _Part:
+    from stepscope.traces.kernels.families import what_it_does
+
     rows: list[tuple[Cell, ...]] = []
     for cell in cells:
         longest = [row for row in cell.tables.top_without_products if row.phase == FORWARD][:_LONGEST]
-        rows += [(cell.cell, i, *_kernel(row)) for i, row in enumerate(longest, 1)]
-    columns = ("cell", "rank", "kernel", "calls a step", "ms a step", "share %")
+        for i, row in enumerate(longest, 1):
+            name, *figures = _kernel(row)
+            does = what_it_does(row.name).partition(";")[0] or None
+            rows.append((cell.cell, i, name, row.family, does, *figures))
+    columns = ("cell", "rank", "kernel", "family", "which", "calls a step", "ms a step", "share %")
     title = f"({letter}) The longest kernels of forward that are no matrix product"
-    return _Part(table=Table(title=title, columns=columns, rows=tuple(rows)))
+    return _Part(table=known_columns(title, columns, rows), findings=_growth(cells))
+
+
+def _growth(cells: list[CapturedCell]) -> tuple[Finding, ...]:
+    """How forward's families grow from the shortest sequence to the longest, in a sentence."""
+    by_rest: dict[tuple[object, ...], list[CapturedCell]] = {}
+    for cell in cells:
+        if cell.run.workload.seq_len and cell.tables.phase(FORWARD):
+            by_rest.setdefault(same_but(cell.run, seq_len=1), []).append(cell)
+    lengths = [sorted(same, key=lambda cell: cell.run.workload.seq_len or 0) for same in by_rest.values()]
+    pairs = [(same[0], same[-1]) for same in lengths]
+    spans = Counter((short.run.workload.seq_len or 0, long.run.workload.seq_len or 0) for short, long in pairs)
+    span = max(((short, long) for short, long in spans if short < long), key=lambda each: spans[each], default=None)
+    if span is None:
+        return ()
+    longer = span[1] / span[0]
+    grown: dict[str, list[float]] = {}
+    alike = [pair for pair in pairs if tuple(one.run.workload.seq_len for one in pair) == span]
+    for short, long in alike:
+        shown = sorted({row.family for row in long.tables.families if row.phase == FORWARD})
+        for family in shown:
+            few, many = (one.family_ns(family, FORWARD) for one in (short, long))
+            forward = long.tables.phase(FORWARD)
+            if few and forward and many > _MUCH * forward.busy_ns:
+                grown.setdefault(family, []).append(many / few)
+    if not grown:
+        return ()
+    middle = {family: statistics.median(ratios) for family, ratios in grown.items()}
+    said = [
+        f"{min(grown[family]):.3g} to {max(grown[family]):.3g} times as long in {family}" if len(grown[family]) > 1
+        else f"{middle[family]:.3g} times as long in {family}"
+        for family in sorted(middle, key=lambda family: -middle[family])
+    ]  # fmt: skip
+    faster = [family for family, ratio in middle.items() if ratio > 1.5 * longer]
+    why = (
+        f" What grows faster than the {longer:.3g} times as many tokens works on the scores of attention, which are "
+        "sequence x sequence numbers."
+        if faster
+        else " None grows faster than the tokens do: at these lengths launches, and reads of weights, still take most."
+    )
+    sentence = (
+        f"From {span[0]:,} to {span[1]:,} tokens a sequence, over {counted(len(alike), 'pair')} of cells, forward "
+        f"takes {', '.join(said)}.{why}"
+    )
+    return (note("grows-with-length", sentence, {**middle, "longer": longer}),)
 
 
 def _fractions(letter: str, cells: list[CapturedCell]) -> _Part:
@@ -275,7 +398,33 @@ def _fractions(letter: str, cells: list[CapturedCell]) -> _Part:
         f"Over a whole training step the share is lower than in forward alone in {falls} of {len(training)} cells{why}."
     )
     finding = note("product-share-falls", sentence, {"cells": len(training), "lower": falls})
-    return _Part(table=table, findings=(finding,), panels=panels)
+    return _Part(table=table, findings=(finding, *_trends(cells)), panels=panels)
+
+
+def _trends(cells: list[CapturedCell]) -> tuple[Finding, ...]:
+    """How the share of products goes with the model's size and with the sequence's length."""
+    findings: list[Finding] = []
+    for what, field in (("model's size", "model"), ("sequence's length", "seq_len")):
+        by_rest: dict[str, list[CapturedCell]] = {}
+        for cell in cells:
+            by_rest.setdefault("-".join(cell.run.workload.words(field)), []).append(cell)
+        steps = [
+            (a.tables.gemm_fraction, b.tables.gemm_fraction)
+            for same in by_rest.values()
+            for a, b in itertools.pairwise(same)
+            if getattr(a.run.workload, field, None) != getattr(b.run.workload, field, None)
+        ]
+        if not steps:
+            continue
+        rises = sum(after > before for before, after in steps)
+        least, most = (change(after - before for before, after in steps) for change in (min, max))
+        sentence = (
+            f"With the {what} the share of products rises in {rises} of {counted(len(steps), 'step')} from one cell to "
+            f"the next, all else equal: by {least * 100:+.1f} to {most * 100:+.1f} points."
+        )
+        kind = f"product-share-by-{field.replace('_', '-')}"
+        findings.append(note(kind, sentence, {"steps": len(steps), "rises": rises}))
+    return tuple(findings)
 
 
 def _over_lengths(
@@ -312,7 +461,10 @@ def _softmax(letter: str, cells: list[CapturedCell]) -> _Part:
                 "scale, mask ms": milliseconds(scaling.busy_ns * _NS),
                 "softmax ms": milliseconds(softmax.busy_ns * _NS),
                 "P V ms": milliseconds(output.busy_ns * _NS),
-                "softmax of a layer µs": digits(softmax.busy_ns * 1e-3 / layers) if layers else None,
+                **{
+                    f"{name} of a layer µs": digits(part.busy_ns * 1e-3 / layers) if layers else None
+                    for name, part in (("Q K^T", scores), ("softmax", softmax), ("P V", output))
+                },
                 "products GFLOP": digits(products / 1e9) if products else None,
                 "softmax GFLOP": digits(softmax.flops / 1e9) if softmax.flops else None,
                 "time ratio": digits(time_ratio),
@@ -325,9 +477,11 @@ def _softmax(letter: str, cells: list[CapturedCell]) -> _Part:
     if not costs:
         return _Part(table=table)
     least, most = min(costs.values()), max(costs.values())
+    times = f"{least:.0f} to {most:.0f} times" if f"{least:.0f}" != f"{most:.0f}" else f"{most:.0f} times"
     sentence = (
-        "Time ratio and FLOP ratio: both products over softmax. A FLOP of softmax costs "
-        f"{least:.0f} to {most:.0f} times as much as one of a product."
+        "Time ratio and FLOP ratio: both products over softmax. Softmax is five operations an element of the scores "
+        "(the row's largest, its subtraction, exp, the row's sum, the division), each product two for each number of a "
+        f"head. A FLOP of softmax costs {times} as much as one of a product."
     )
     costs_of = {id(cells[i]): cost for i, cost in costs.items()}
     panels = _over_lengths(
@@ -347,7 +501,8 @@ def _softmax_kernels(letter: str, cells: list[CapturedCell]) -> _Part:
 def _families(letter: str, cells: list[CapturedCell]) -> _Part:
     busiest = busiest_families(cells)
     rows: list[tuple[Cell, ...]] = []
-    ratios = []
+    ratios: list[tuple[float, str]] = []
+    by_timer: list[tuple[float, CapturedCell]] = []
     twice = True
     for cell in cells:
         forward, backward = cell.tables.phase(FORWARD), cell.tables.phase(BACKWARD)
@@ -357,15 +512,52 @@ def _families(letter: str, cells: list[CapturedCell]) -> _Part:
         ratio = backward.busy_ns / forward.busy_ns if forward and backward and forward.busy_ns else None
         if ratio:
             ratios.append((ratio, cell.cell))
+        times = cell.wall_s(FORWARD), cell.wall_s(BACKWARD)
+        timed = times[1] / times[0] if times[0] and times[1] else None
+        if timed:
+            by_timer.append((timed, cell))
         shown = [cell.family_ns(family) for family in busiest]
         rest = (cell.kernel_ns(STEP) or 0.0) - sum(shown)
-        times = (milliseconds(ns * _NS) if ns else None for ns in shown)
-        rows.append((cell.cell, digits(ratio), *times, milliseconds(max(rest, 0.0) * _NS)))
+        of_families = (milliseconds(ns * _NS) if ns else None for ns in shown)
+        rows.append((cell.cell, digits(ratio), digits(timed), *of_families, milliseconds(max(rest, 0.0) * _NS)))
     title = f"({letter}) Backward against forward, and where the device's time goes"
-    columns = ("cell", "backward / forward", *(f"{family} ms" for family in busiest), "other ms")
-    table = Table(title=title, columns=columns, rows=tuple(rows))
+    heads = ("backward / forward, kernels", "backward / forward, timer", *(f"{family} ms" for family in busiest))
+    table = known_columns(title, ("cell", *heads, "other ms"), rows)
     base = "forward, for twice the matrix products" if twice else "forward"
-    return _with_range(table, ratios, "backward-forward", "In kernel time backward takes", base)
+    part = _with_range(table, ratios, "backward-forward", "In kernel time backward takes", base)
+    return replace(part, findings=(*part.findings, *_by_the_timer(by_timer)))
+
+
+def _by_the_timer(ratios: list[tuple[float, CapturedCell]]) -> tuple[Finding, ...]:
+    """Backward over forward by the timer, and why it is nearer one in small models."""
+    if not ratios:
+        return ()
+    (least, small), (most, large) = (pick(ratios, key=lambda each: each[0]) for pick in (min, max))
+    wide = f"{least:.2f} ({small.cell}) to {most:.2f} times ({large.cell})" if len(ratios) > 1 else f"{most:.2f} times"
+    sentence = f"By the timer backward takes {wide} as long as forward."
+    phases = [(small.tables.phase(name), small.wall_s(name)) for name in (FORWARD, BACKWARD)]
+    filled = [phase.busy_ns * _NS / wall for phase, wall in phases if phase and wall]
+    if len(filled) == 2 and min(filled) < _FILLED:
+        launches = [f"{phase.kernels:,.0f}" for phase, _ in phases if phase]
+        sentence += (
+            f" In {small.cell} kernels fill {format_share(filled[0])} of forward and {format_share(filled[1])} of "
+            f"backward: the host sets the time there, by how long it takes to issue {launches[0]} and {launches[1]} "
+            "kernels, and not the device, whose backward has twice the products."
+        )
+    return (note("backward-forward-by-the-timer", sentence, {"least": least, "most": most}),)
+
+
+def _shares(letter: str, cells: list[CapturedCell]) -> _Part:
+    """Each family's share of a phase."""
+    busiest = busiest_families(cells)
+    rows: list[tuple[Cell, ...]] = []
+    for cell in cells:
+        for phase in (phase for name in PHASES if (phase := cell.tables.phase(name)) and phase.busy_ns):
+            shares = [cell.family_ns(family, phase.phase) / phase.busy_ns for family in busiest]
+            shown = (percent(share) if share else None for share in shares)
+            rows.append((cell.cell, phase.phase, *shown, percent(max(0.0, 1 - sum(shares)))))
+    columns = ("cell", "phase", *(f"{family} %" for family in busiest), "other %")
+    return _Part(table=known_columns(f"({letter}) Each family's share of a phase's kernel time", columns, rows))
 
 
 def _roofs(letter: str, cells: list[CapturedCell]) -> _Part:
@@ -436,11 +628,13 @@ def _tools(letter: str, cells: list[CapturedCell]) -> _Part:
 TABLES: dict[str, Callable[[str, list[CapturedCell]], _Part]] = {
     "a": _times,
     "b": _longest,
+    "j": _together,
     "c": _without_products,
     "d": _fractions,
     "e": _softmax,
     "i": _softmax_kernels,
     "f": _families,
+    "k": _shares,
     "h": _roofs,
     "g": _tools,
 }

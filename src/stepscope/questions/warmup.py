@@ -1,19 +1,21 @@
 """How many warm-up steps a measurement needs: cells and answer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from stepscope.core.answer import TEXT, Answer, Cell, as_lines, table_of
+from stepscope.core.errors import InputError
 from stepscope.core.figures import figure
 from stepscope.core.model_config import configure
-from stepscope.core.options import MEASURING, Option
+from stepscope.core.options import MEASURING, STORED, Option, refuse_beside
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import format_milliseconds, format_seconds
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.sweep_plan import Cell as SweepCell
 from stepscope.engine.sweep_plan import SweepPlan
+from stepscope.questions.comparison import stored_runs
 from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs.answer import doubts, heading, status_word
 
@@ -73,6 +75,17 @@ def warmup_cells(
     return tuple(SweepCell(workload=workload, settings=settings) for settings in counts)
 
 
+def most_warmups(runs: Iterable[Run]) -> list[Run]:
+    """The runs of the one step that was measured after most numbers of warm-up steps: the last after each number, the
+    fewest first."""
+    by_step: dict[str, dict[int, Run]] = {}
+    for run in sorted(runs, key=lambda run: run.instant):
+        if run.settings.warmup_floor == run.settings.warmup_cap:
+            by_step.setdefault(run.workload.key, {})[run.settings.warmup_floor] = run
+    most = max(by_step.values(), key=len, default={})
+    return [most[count] for count in sorted(most)]
+
+
 Warmup = Annotated[tuple[int, ...], Option("Numbers of warm-up steps.", MEASURING)]
 Steps = Annotated[int, Option("Measured steps.", MEASURING, least=2)]
 
@@ -86,10 +99,22 @@ def compare_warmups(
     device: str,
     warmup: Warmup = (0, 1, 2, 5),
     steps: Steps = 10,
+    from_: Annotated[
+        tuple[Path, ...], Option("A folder of such runs: nothing is measured.", STORED, metavar="FOLDER")
+    ] = (),
     tag: str | None,
     runs: Path,
-) -> Cells:
+) -> Cells | Result:
     """Measure a step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
+    if from_:
+        refuse_beside("--from")
+        stored = most_warmups(run for run, _ in stored_runs(from_))
+        if len(stored) < 2:
+            places = ", ".join(map(str, from_))
+            raise InputError(
+                f"no step in {places} was measured after several numbers of warm-up steps: leave out --from, and it is"
+            )
+        return Result(answer=answer_warmup(stored))
     workload = TextbookWorkload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]
     cells = warmup_cells(workload, steps, warmup)
     return Cells(
@@ -102,6 +127,6 @@ def compare_warmups(
 QUESTION = Question(
     "warmup",
     compare_warmups,
-    examples=("--model small --seq-len 512", "--warmup 0,1,10 --steps 20"),
+    examples=("--model small --seq-len 512", "--from results/h200/warmup"),
     shared=("shown",),
 )

@@ -35,7 +35,7 @@ from stepscope.questions.kernels import CapturedCell, answer_kernels
 from stepscope.questions.parallel import SharedCell, answer_parallel, part_of
 from stepscope.questions.speed import TimedCell, answer_speed
 from stepscope.questions.speed import pair_up as speed_pairs
-from stepscope.questions.warmup import answer_warmup
+from stepscope.questions.warmup import answer_warmup, most_warmups
 from stepscope.rendering.writeup import Assignment, Found, Material, Measure, Question, Source
 from stepscope.runs.metrics import samples_of
 from stepscope.runs.tables import Statistic, TableQuery, answer_table, build_records, table_panels
@@ -142,15 +142,8 @@ def which_run_out(runs: list[Run]) -> str:
 
 def warmup(material: Material) -> Answer | None:
     """The steps of one workload after different numbers of warm-up steps."""
-    for folder in material.folders(phase="train"):
-        by_key: dict[str, dict[int, Found]] = {}
-        for run, directory in folder:
-            if run.settings.warmup_floor == run.settings.warmup_cap:
-                by_key.setdefault(run.workload.key, {})[run.settings.warmup_floor] = (run, directory)
-        best = max(by_key.values(), key=len, default={})
-        if len(best) > 1:
-            return answer_warmup([best[count][0] for count in sorted(best)])
-    return None
+    runs = most_warmups(run for run, _ in material.runs if run.workload.phase == "train" and run.workload.layers)
+    return answer_warmup(runs) if len(runs) > 1 else None
 
 
 def kernels(letters: str) -> Source:

@@ -7,6 +7,8 @@ import pytest
 
 from tests.command import Done, stepscope
 
+ROOT = Path(__file__).parents[3]
+
 pytestmark = pytest.mark.slow
 
 KEPT = Path(__file__).parents[3] / "results" / "h200" / "kernels"
@@ -81,3 +83,12 @@ def test_a_raw_stream_is_read_where_no_digest_is_kept(tmp_path: Path):
     (tmp_path / "run" / "trace.qdstrm").write_bytes(b"no stream")
     read = study("--from", tmp_path, "--tool", "nsys")
     assert "left out" in read.stderr and "trace.qdstrm" in read.stderr
+
+
+def test_stored_warm_ups_are_shown_again():
+    shown = stepscope("study", "warmup", "--from", ROOT / "results" / "h200" / "warmup")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert [line.split()[0] for line in shown.stdout.splitlines() if "±" in line and "std" not in line] == list("0125")
+    none = stepscope("study", "warmup", "--from", ROOT / "results" / "h200" / "limit-80GiB")
+    assert none.returncode == 2
+    assert none.stderr.count("\n") == 1 and "was measured after several numbers of warm-up steps" in none.stderr

@@ -150,6 +150,7 @@ def _phase_table(summary: TraceSummary) -> Table:
     run = (summary.run,) if summary.run else ()
     columns: dict[str, tuple[str, list[Cell]]] = {
         "range open ms": ("ms of ns", [phase.range_ns for phase in phases]),
+        "first to last kernel ms": ("ms of ns", [phase.span_ns for phase in phases]),
         "unprofiled ms": ("ms of ns", [figure(time_ns, *run) for time_ns in unprofiled_ns]),
         "matrix products": ("g", [phase.product_kernels for phase in phases]),
         "expected": ("g", [phase.expected_products for phase in phases]),
@@ -449,7 +450,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...], view: Vi
         "copies_ns": copies_ns,
         "phases": [
             {
-                **values_of(phase, "phase", "kernels", "busy_ns", "gemm_fraction", "range_ns", "found_by"),
+                **values_of(phase, "phase", "kernels", "busy_ns", "gemm_fraction", "range_ns", "span_ns", "found_by"),
                 "products": phase.product_kernels,
                 "expected_products": phase.expected_products,
                 "unprofiled_s": phase.unprofiled_s,

@@ -137,7 +137,7 @@ class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
         return next((phase for phase in self.phases if phase.phase == name), None)
 
 
-KEPT_ROWS = 8
+KEPT_ROWS = 14
 """The number of kernels kept of each ranking."""
 
 

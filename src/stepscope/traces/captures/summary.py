@@ -4,6 +4,7 @@ Times are summed kernel times per traced step, without copies and fills. Shares 
 """
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -307,8 +308,10 @@ class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     `kernels` does not count graphs recorded as a whole. `range_ns` is the time that the phase's range was open on the
     host; None outside. `product_kernels` counts matrix products, without the second passes of split products; None on a
     CPU, whose operators call one another. `expected_products` follows from the model's sizes, if a run has them.
-    `unprofiled_s` is the phase's median without a profiler, by the device's clock. `found_by` is how the phase of most
-    of this time was found (attribution.FOUND_BY); None outside, and in older digests.
+    `unprofiled_s` is the phase's median without a profiler, by the device's clock. `span_ns` is the time from the
+    start of its first kernel to the end of its last on the device; None on a CPU, where kernels of other phases run
+    between, and in older digests. `found_by` is how the phase of most of this time was found (attribution.FOUND_BY);
+    None outside, and in older digests.
     """
 
     phase: str
@@ -320,6 +323,7 @@ class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     expected_products: int | None
     unprofiled_s: float | None
     found_by: str | None = None
+    span_ns: float | None = None
 
     @property
     def gemm_fraction(self) -> float:
@@ -497,7 +501,30 @@ class TraceSummary:
             ),
             unprofiled_s=sample.median_s if sample and sample.count else None,
             found_by=found_by,
+            span_ns=self._spans.get(phase),
         )
+
+    @cached_property
+    def _spans(self) -> dict[str, float]:
+        """By phase, the time from its first kernel to its last on the device, per step: its range projected there."""
+        attribution = self.attribution
+        if attribution.table.on_cpu or self.ranged or not attribution.kernels.height:
+            return {}
+        end_ns = pl.col("start_ns") + pl.col("duration_ns")
+        ordered = attribution.kernels.filter(pl.col("kind") != "graph").sort("device", "start_ns")
+        passes = (
+            ordered.group_by(pl.struct("device", "phase").rle_id().alias("pass"), "phase")
+            .agg((end_ns.max() - pl.col("start_ns").min()).alias("span"))
+            .group_by("phase")
+            .agg(pl.len().alias("passes"), pl.col("span").sum())
+        )
+        opened = Counter(attribution.instances["what"].to_list())
+        devices = attribution.kernels["device"].n_unique()
+        return {
+            row["phase"]: row["span"] / self.steps / devices
+            for row in passes.iter_rows(named=True)
+            if row["phase"] is not None and row["passes"] <= devices * max(opened[row["phase"]], self.steps)
+        }
 
     @property
     def gemm_fraction(self) -> float:

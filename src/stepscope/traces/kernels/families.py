@@ -277,6 +277,11 @@ _APPLIES = (
 )
 
 
+def what_it_does(name: str) -> str:
+    """What a kernel of PyTorch's own applies to each number, and how it reads them; empty of all others."""
+    return _does(decode(name))
+
+
 def _does(kernel: KernelName) -> str:
     """What a kernel of PyTorch's own applies to each number, and how it reads them."""
     if kernel.library != "ATen" or not kernel.arguments:
