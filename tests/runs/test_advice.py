@@ -285,7 +285,7 @@ def test_a_loop_that_makes_its_model_optimizer_and_batches_by_functions_of_its_o
     [
         (1.0, 0.0, 1 - 1.25 * 0.7 - 0.01, "1 of them run at once"),  # the second core is free, beside 0.3 of loading
         (0.71, 0.1, 1 - 1.25 * 0.7 - 0.01, "2 of them run at once"),  # a loader that sleeps needs no core
-        (0.7, 1.3, 0.0, "no core is free"),  # nobody knows whether it sleeps or waits for a core
+        (0.7, 1.3, -0.25, "no core is free"),  # nobody knows whether it sleeps or waits for a core
     ],
 )
 def test_what_workers_save_at_least_is_what_free_cores_give(
@@ -347,7 +347,7 @@ def test_checkpoints_that_take_a_share_of_the_time_are_written_less_often(
         (
             "TrainingArguments('out', activation_checkpointing=True)\n",
             "transformers",
-            "TrainingArguments(gradient_checkpointing=False)",
+            "TrainingArguments(activation_checkpointing=False)",
             "+TrainingArguments('out', activation_checkpointing=False)",
         ),
         (

@@ -5,6 +5,7 @@ script's own text, the advice stands without a diff and says why.
 """
 
 import ast
+import contextlib
 import difflib
 import math
 import os
@@ -61,7 +62,8 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def expected(self) -> float:
         """What advice is sorted by: most remedies give less than the middle of what is possible."""
-        return self.least + (self.most - self.least) * self.likely
+        least = max(0.0, self.least)
+        return least + (self.most - least) * self.likely
 
     @property
     def document(self) -> dict[str, object]:
@@ -72,7 +74,7 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def saves(self) -> str:
         most = format_share(self.most)
-        return f"up to {most}" if self.least < 0.005 else f"{format_share(self.least)} to {most}"
+        return f"up to {most}" if abs(self.least) < 0.005 else f"{format_share(self.least)} to {most}"
 
 
 _Place = Callable[[], tuple[str, tuple[Edit, ...]]]
@@ -131,7 +133,7 @@ class _Adviser:
         self, kind: str, put: str, place: _Place, saves: tuple[float, float], how: str, *, likely: float = 1 / 3
     ) -> Advice:
         high = max(0.0, min(saves[1], 0.99))
-        low = min(max(saves[0], 0.0), high)
+        low = min(saves[0], high)
         where, edits, why = "", (), ""
         try:
             where, edits = place()
@@ -208,8 +210,10 @@ class _Adviser:
         computes = (own - (1 - share)) / share if own + others < cores - 0.25 else 1.0
         free = wanted if computes < 0.2 else min(wanted, int(cores - min(own, cores) - others + 0.5))
         best_s = max(rest_s, work_s / wanted)
-        worst_s = 1.25 * max(rest_s, work_s / free) + _HAND_OVER_S if free >= 1 and not now else step_s
-        worst = f"{free} of them run at once, a quarter slower" if free >= 1 else "no core is free for them"
+        worst_s, worst = 1.25 * step_s, "no core is free for them, and all takes a quarter longer"
+        if free >= 1:
+            worst_s = step_s if now else min(step_s, 1.25 * max(rest_s, work_s / free) + _HAND_OVER_S)
+            worst = f"{free} of them run at once, a quarter slower"
         how = f"{wanted} workers load beside the step, which takes the longer of the two at best; at worst {worst}"
         return wanted, (1 - worst_s / step_s, 1 - best_s / step_s), how
 
@@ -326,8 +330,14 @@ class _Adviser:
             return
         share = run_again(self.run)
         again = share * self.share(FORWARD)
+        setting, arguments = "gradient_checkpointing", None
+        if self.script.library == "transformers":
+            with contextlib.suppress(Unsure):
+                arguments = self.script.arguments()
+                if arguments.sets("activation_checkpointing"):  # as later versions call it
+                    setting = "activation_checkpointing"
         puts = {
-            "transformers": "TrainingArguments(gradient_checkpointing=False)",
+            "transformers": f"TrainingArguments({setting}=False)",
             "torchtitan": '[activation_checkpoint] mode = "none"',
         }
         put = puts.get(self.script.library, "call the blocks without checkpointing")
@@ -343,13 +353,10 @@ class _Adviser:
                 if any(each.call.args or each.call.keywords for each, _ in enabled):
                     raise Unsure("it is called with arguments", enabled[0][0].where)
                 return enabled[0][0].where, tuple(edits)
-            if self.script.library == "transformers":
-                found = self.script.arguments()
-                for name in ("gradient_checkpointing", "activation_checkpointing"):
-                    if found.constant(name) is True:
-                        return found.where, (found.edit(name, "False"),)
+            if arguments is not None and arguments.constant(setting) is True:
+                return arguments.where, (arguments.edit(setting, "False"),)
             own = self.script.calls(lambda name: name in _CHECKPOINTS)
-            raise Unsure("it takes more than a line", own[0].where if own else "")
+            raise Unsure(self.script.why_no_lines or "it takes more than a line", own[0].where if own else "")
 
         yield self.make(
             "checkpointing-not-needed",
@@ -389,7 +396,7 @@ class _Adviser:
                 "products-in-fp32",
                 put or _AUTOCAST,
                 place,
-                ((0.6 * full_s - 4 * half_s - casts_s) / step_s, computing - half_s / step_s),
+                (max(0.0, (0.6 * full_s - 4 * half_s - casts_s) / step_s), computing - half_s / step_s),
                 f"products take {format_share(full_s / step_s)} of the step at least in {self.run.workload.dtype}, and "
                 f"{format_share(half_s / step_s)} at least in bf16, by the datasheet; the loss may differ in rounding",
             )
@@ -399,7 +406,7 @@ class _Adviser:
                 "products-not-tf32",
                 put or _TF32,
                 place,
-                ((0.6 * full_s - 4 * tf32_s) / step_s, computing - tf32_s / step_s),
+                (max(0.0, (0.6 * full_s - 4 * tf32_s) / step_s), computing - tf32_s / step_s),
                 f"products take {format_share(full_s / step_s)} of the step at least in fp32, and "
                 f"{format_share(tf32_s / step_s)} at least in TF32, by the datasheet; with bf16 it gives little more",
             )
