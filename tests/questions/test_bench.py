@@ -1,6 +1,7 @@
 """The bench of any function: inputs as they are spelled, faults that the gate must see, times, and what is said."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -11,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,7 +24,7 @@ from torch import Tensor
 from stepscope.core.errors import InputError
 from stepscope.core.samples import Samples
 from stepscope.questions.bench import answer_bench, decided, verdict_of
-from stepscope.questions.bench_calls import Asked, call_of, run_bench, with_ratios
+from stepscope.questions.bench_calls import Asked, call_of, reached_by, run_bench, with_ratios
 from stepscope.questions.bench_functions import (
     PRESETS,
     asked_by_functions,
@@ -471,6 +473,29 @@ def test_what_is_asked_needs_inputs_once():
     assert isinstance(asked, Asked) and asked.dtype == PRESETS["cs336-attention"].dtype
     assert [*asked.functions] == ["flash-tiled", "scaled_dot_product_attention", "flash"]
     assert math.isfinite(asked.seconds)
+
+
+KERNEL = SimpleNamespace(fn=lambda: None)
+
+
+@torch.library.custom_op("test_bench::through_a_kernel", mutates_args=())
+def operator(x: Tensor) -> Tensor:
+    return KERNEL.fn(x) or x.clone()
+
+
+class Called:
+    def __call__(self, x: Tensor) -> Any:
+        return (KERNEL.fn(each) for each in x)
+
+
+def closing_over(kernel: Any) -> Callable[[Tensor], Any]:
+    return lambda x: kernel.fn(x.contiguous())
+
+
+def test_a_kernel_is_found_behind_whatever_holds_it():
+    closing = closing_over(KERNEL)
+    for held in (operator, Called(), Called().__call__, closing, torch.no_grad()(closing), functools.partial(closing)):
+        assert any(one is KERNEL for one in reached_by(held)), held
 
 
 @pytest.mark.parametrize("name", ["softmax", "flash"])

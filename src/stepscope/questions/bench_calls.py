@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from types import CodeType
 from typing import Any
 
 import msgspec
@@ -45,6 +46,7 @@ from stepscope.training.judging import (
     run_call,
     settings_kept,
 )
+from stepscope.training.user_functions import leave_autotuning_out
 
 # Right or wrong: any function beside the same formula in float64, output and every gradient, before it gets a time.
 #
@@ -462,6 +464,7 @@ class _Room:
             and any(type(one).__name__ == "InterpretedFunction" for one in reached_by(function))
         ]
         """Functions that call a kernel which Triton's interpreter runs: themselves, or what they name in their file."""
+        leave_autotuning_out()
 
     def made(self, sizes: Mapping[str, int]) -> Call:
         """The inputs of this size. Raises InputError where they cannot be made."""
@@ -699,7 +702,7 @@ def reached_by(function: Any) -> Iterator[Any]:
     while waiting:
         one = waiting.pop()
         one = inspect.unwrap(one) if callable(one) else one
-        one = getattr(one, "__self__", one)  # the class of `Function.apply`
+        one = getattr(one, "__self__", one)  # the class of `Function.apply`, the object of a method
         if id(one) in seen:
             continue
         seen.add(id(one))
@@ -708,13 +711,32 @@ def reached_by(function: Any) -> Iterator[Any]:
             methods = [getattr(value, "__func__", value) for value in vars(one).values()]
             waiting += [method for method in methods if inspect.isfunction(method)]
         elif inspect.isfunction(one):
-            names = one.__code__.co_names
+            names = _names_in(one.__code__)
             near = [one.__globals__[name] for name in names if name in one.__globals__]
+            for cell in one.__closure__ or ():
+                with contextlib.suppress(ValueError):  # it is empty
+                    near.append(cell.cell_contents)
             modules = [value for value in near if inspect.ismodule(value) and _is_of_user(value)]
             near += [getattr(module, name) for module in modules for name in names if hasattr(module, name)]
-            waiting += [value for value in near if hasattr(value, "fn") or _is_of_user(value)]
-        elif hasattr(one, "fn"):  # a kernel under an autotuner
-            waiting.append(one.fn)
+            waiting += [value for value in near if _holds_another(value) or _is_of_user(value)]
+        elif _holds_another(one):
+            waiting += [getattr(one, name) for name in _HOLDERS if hasattr(one, name)]
+        elif not inspect.ismodule(one) and _is_of_user(type(one)):  # an object that is called
+            waiting.append(type(one))
+
+
+_HOLDERS = ("fn", "func", "_init_fn")
+"""What holds another function: a kernel under an autotuner, a partial, an operator of `torch.library`."""
+
+
+def _holds_another(value: Any) -> bool:
+    return not inspect.isfunction(value) and any(hasattr(value, name) for name in _HOLDERS)
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """The names that a function's code has, and the functions written inside it."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names_in(const)]
+    return [*code.co_names, *inner]
 
 
 def _is_of_user(value: Any) -> bool:

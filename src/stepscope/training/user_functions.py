@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.func import functional_call
 
 from stepscope.core.errors import InputError, install_places, named_line, warn
 from stepscope.core.files import code_file, digest_with_imports, files_imported
-from stepscope.core.parts import CONVENTIONS, user_function
+from stepscope.core.parts import CONVENTIONS, INTERPRETER, user_function
 from stepscope.kernels.operators import autocast_dtype
 from stepscope.training.judging import WrongKind, settings_kept
 from stepscope.training.user_module.user_code import find_factory, printed_to_stderr, user_errors
@@ -44,9 +45,18 @@ def find_object(spelled: str, option: str) -> Any:
     changes: list[str] = []
     with settings_kept(changes):
         found = _find(spelled, option)
+    leave_autotuning_out()
     if changes:
         warn(f"{option} {spelled}: its file changes PyTorch's {' and '.join(changes)}, which is set back")
     return found
+
+
+def leave_autotuning_out() -> None:
+    """Let Triton's autotuners take their first configuration where kernels run in its interpreter: they would time all
+    of them, on a GPU."""
+    module = sys.modules.get("triton.runtime.autotuner")
+    if module is not None and os.environ.get(INTERPRETER) == "1" and not torch.cuda.is_available():
+        module.Autotuner.do_bench = staticmethod(lambda *_, **__: [0.0, 0.0, 0.0])
 
 
 def _find(spelled: str, option: str) -> Any:
@@ -258,21 +268,21 @@ def _norm(target: _Target) -> Function:
 
 
 def _by_modules(module_class: type[nn.Module]) -> Function:
-    """A class of norms as a function: a module for each width, with the weight and epsilon of the call."""
-    made: dict[int, tuple[nn.Module, str]] = {}
+    """A class of norms as a function: a module for each width and epsilon, with the weight of the call."""
+    made: dict[tuple[int, float], tuple[nn.Module, str]] = {}
 
     def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        width = x.shape[-1]
-        if width not in made:
-            module = module_class(width)
+        kind = x.shape[-1], epsilon
+        if kind not in made:
+            module = module_class(x.shape[-1])
             names = [name for name, _ in module.named_parameters()]
             if len(names) != 1:
                 raise InputError(f"{module_class.__name__} has {len(names)} parameters, and a norm one: its weight")
             for name in ALIASES["eps"]:
                 if isinstance(getattr(module, name, None), float):
                     setattr(module, name, epsilon)
-            made[width] = module, names[0]
-        module, name = made[width]
+            made[kind] = module, names[0]
+        module, name = made[kind]
         return functional_call(module, {name: weight}, (x,))
 
     return norm
