@@ -318,3 +318,18 @@ def test_tokens_are_those_of_batches_that_differ_in_length(tmp_path: Path):
     assert run is not None and run.evidence.loop is not None and run.workload.accumulation == 3
     assert run.workload.batch_size == 4 + 4 + 2 and run.evidence.loop.tokens == 4 * 24 + 4 * 16 + 2 * 20
     assert run.summary["tokens_per_s"] == pytest.approx(200 / (run.samples["step"].median_s or 0))
+
+
+@pytest.mark.long
+def test_a_step_that_is_compiled_whole_is_not_traced_from_inside(tmp_path: Path):
+    """A profiler that began within the compiled region ended the process by a segmentation fault."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = torch.compile(train_step, backend="eager")
+    with stepscope.watch(steps=(3, 5), runs=tmp_path, record="kineto", quiet=True) as watched:
+        for _ in range(20):
+            step(model, optimizer)
+    assert watched.run is not None and not watched.run.evidence.captures
+    assert "trace kineto, which failed: a step ends inside of what torch.compile has compiled" in str(
+        watched.run.evidence.notes
+    )

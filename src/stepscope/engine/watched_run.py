@@ -489,8 +489,9 @@ class WatchedRun:
         if "kineto" in trace.tools and profilers is not None:
             keep = functools.partial(draft.keep_capture, kineto=KINETO_FILE)
             traced = TracedSteps(
-                step, device, draft.directory, profilers, steps=trace.steps, stacks=trace.stacks, keep=keep
-            )
+                step, device, draft.directory, profilers, steps=trace.steps, stacks=trace.stacks, keep=keep,
+                inside_compiled=lambda: self.watch.step_is_compiled,
+            )  # fmt: skip
             stages.append(traced)
         if ranges.watched():
             stages.append(RangedSteps(step, phases, device, steps=trace.steps, keep=draft.keep_capture))

@@ -323,10 +323,11 @@ class TracedSteps(_Recording):
         steps: int,
         stacks: bool,
         keep: Callable[[Capture], None],
+        inside_compiled: Callable[[], bool],
     ) -> None:
         super().__init__(profilers)
         self._step, self._device, self._directory, self._keep = step, device, directory, keep
-        self._steps, self._stacks = steps, stacks
+        self._steps, self._stacks, self._inside_compiled = steps, stacks, inside_compiled
         self._profiler: torch.profiler.profile | None = None
         self._stopwatch = Stopwatch(marks_for(device, 0))
         self._first = True
@@ -338,6 +339,8 @@ class TracedSteps(_Recording):
         return self._profilers.profiling()
 
     def begins(self, step: int) -> None:
+        if self._inside_compiled():  # The range of the compiled region would be open, and the profiler would crash.
+            raise RuntimeError("a step ends inside of what torch.compile has compiled")
         self.gave_way, self._first = False, True
         self.recorders = (EmittedRanges(), self._stopwatch)
         self._open_session()
