@@ -445,3 +445,8 @@ def test_the_numerics_of_a_run_say_its_scale_and_swallowed_updates():
     assert rows["norm of the last gradients before clipping"] == "2.5"
     said = msgspec.json.encode(page_of_run(seen).sections).decode()
     assert "2 updates did not come" in said
+
+
+def test_a_folder_of_runs_that_is_not_there_is_no_name_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert is_index(["runs"], Path("runs")) and not is_index(["last"], Path("runs"))

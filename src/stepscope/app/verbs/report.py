@@ -133,7 +133,7 @@ def _target(what: list[str], runs: Path) -> Path:
             return place / "report.html"
         name = place.resolve().name
         return Path(f"{name.partition('.')[0] or name}.report.html")
-    return Path("stepscope.rendering.html")
+    return Path("stepscope.report.html")
 
 
 def _check(target: Path, plots: Path | None) -> None:

@@ -26,7 +26,10 @@ _DIGITS = 5
 
 def is_index(names: Sequence[str], runs: Path) -> bool:
     """Whether these names mean the folder of all runs itself."""
-    return len(names) == 1 and Path(names[0]).is_dir() and runs.is_dir() and Path(names[0]).samefile(runs)
+    if len(names) != 1:
+        return False
+    place = Path(names[0])
+    return place.samefile(runs) if place.is_dir() and runs.is_dir() else place == runs and not place.exists()
 
 
 def page_of_index(place: Path) -> Page:
