@@ -162,7 +162,9 @@ def without_install_places(text: str) -> str:
 
 
 def portable_path(file: str) -> str:
-    """A file's name from its package on; of a file in no package (a script, generated code) its last two parts."""
+    """A file's name from its package on; of a file in no package (a script, generated code) its last two parts. Bytes
+    that are no UTF-8 are escaped: a name is written into a run."""
+    file = file.encode(errors="backslashreplace").decode()
     for place in install_places():
         if file.startswith(place):
             return file.removeprefix(place)

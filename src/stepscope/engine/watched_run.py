@@ -191,7 +191,8 @@ def _sources(script: str | None, directory: Path) -> tuple[SourceFile, ...]:
         with contextlib.suppress(OSError):
             if file.stat().st_size <= _LARGEST_SOURCE:
                 digest = hashlib.sha256(file.read_bytes()).hexdigest()
-                sources.append(SourceFile(path=os.path.relpath(file, directory.resolve()), digest=digest))
+                path = os.path.relpath(file, directory.resolve()).encode(errors="backslashreplace").decode()
+                sources.append(SourceFile(path=path, digest=digest))
     return tuple(sources)
 
 

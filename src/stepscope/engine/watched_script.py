@@ -48,8 +48,9 @@ class Program:
 
     @property
     def title(self) -> str:
-        """The program without its folder, and its arguments."""
-        return " ".join([self.target if self.is_module else Path(self.target).name, *self.arguments])
+        """The program without its folder, and its arguments; bytes that are no UTF-8 are escaped, as in \\udce9."""
+        words = " ".join([self.target if self.is_module else Path(self.target).name, *self.arguments])
+        return words.encode(errors="backslashreplace").decode()
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """`stepscope watch`: a script runs as it would without, and leaves a run."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -430,3 +431,9 @@ def test_each_rank_under_torchrun_leaves_its_run(tmp_path: Path, inside: bool):
     assert {workload.model.name for workload in workloads} == {"Sequential"}
     assert {run.samples["step"].count for run in runs} == {6}
     assert sorted(run.id.partition("-rank")[2][:1] for run in runs) == ["0", "1"]
+
+
+def test_a_name_whose_bytes_are_no_text_is_escaped(tmp_path: Path):
+    script = written(tmp_path, NANOGPT, name=os.fsdecode(b"tr\xe9.py"))
+    done = stepscope("watch", "--steps", "6:9", "--runs", tmp_path / "runs", "--", script, "24", os.fsdecode(b"\xff"))
+    assert done.returncode == 0 and r"watched in tr\udce9.py 24 \udcff" in done.stderr
