@@ -77,11 +77,18 @@ def test_every_figure_of_a_summary_is_a_gauge():
 
 def test_a_file_of_somebody_elses_stays(tmp_path: Path):
     file, run = tmp_path / "node.prom", make_run(step=[0.5] * 5)
-    metrics.write_metrics(run, file)
-    metrics.write_metrics(run, file)
+    metrics.write_metrics([run], file)
+    metrics.write_metrics([run], file)
     assert [*tmp_path.iterdir()] == [file] and file.read_text().endswith("\n# EOF\n")
     file.write_text("up 1\n")
     with pytest.raises(InputError, match="was not written by this command"):
-        metrics.write_metrics(run, file)
-    with pytest.raises(InputError, match="cannot be written: No such file"):
-        metrics.write_metrics(run, tmp_path / "nowhere" / "node.prom")
+        metrics.write_metrics([run], file)
+    with pytest.raises(InputError, match="cannot be written: there is no folder"):
+        metrics.write_metrics([run], tmp_path / "nowhere" / "node.prom")
+
+
+def test_figures_of_several_runs_name_their_run():
+    runs = [msgspec.structs.replace(make_run(step=[seconds] * 5), id=str(seconds)) for seconds in (0.5, 0.25)]
+    steps = parsed(metrics.open_metrics(*runs))["stepscope_part_seconds"]
+    medians = {dict(labels)["run"]: value for labels, value in steps.items() if ("stat", "median") in labels}
+    assert medians == {"0.5": 0.5, "0.25": 0.25}

@@ -665,9 +665,10 @@ class WatchedRun:
             self._trackers.write(run, directory, self.watch.steps, last=last)
         if self.request.metrics is not None and os.environ.get("RANK", "0") == "0":
             try:
-                write_metrics(run, self.request.metrics)
+                write_metrics([run], self.request.metrics)
             except InputError as error:
-                self._say(str(error))
+                if last:  # Until then it may still become possible.
+                    self._say(str(error))
 
 
 def _judged(run: Run) -> Run:

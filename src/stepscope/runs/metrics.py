@@ -449,32 +449,43 @@ GAUGES = {
 of several files demands it."""
 
 
-def open_metrics(run: Run) -> str:
-    """The run's figures as OpenMetrics."""
+def open_metrics(*runs: Run) -> str:
+    """The figures of these runs as OpenMetrics. Where there are several, each figure names its run."""
+    gauges: dict[str, tuple[str, str, list[_Sample]]] = {}
+    for run in runs:
+        for name, unit, what, samples in _gauges(run, {"run": run.id} if len(runs) > 1 else {}):
+            gauges.setdefault(name, (unit, what, []))[2].extend(samples)
+    lines = [line for name, gauge in gauges.items() for line in _gauge(name, *gauge)]
+    return "\n".join([*lines, "# EOF", ""])
+
+
+_Sample = tuple[dict[str, str], float | None]
+
+
+def _gauges(run: Run, own: dict[str, str]) -> Iterator[tuple[str, str, str, list[_Sample]]]:
+    """The gauges of a run: name, unit, help, and the samples, which have these labels too."""
     device = run.environment.device_name if run.environment is not None else ""
     versions = run.environment.versions if run.environment is not None else {}
-    of_all = {"workload": cell_name(run.workload), "device": device}
+    of_all = {"workload": cell_name(run.workload), "device": device, **own}
     named = {"run": run.id, "status": run.status, "tag": run.tag or "", "stepscope": versions.get("stepscope", "")}
-    lines = [
-        *_gauge("run_info", "", "The run that was measured.", [({**of_all, **named}, 1.0)]),
-        *_gauge("run_begun_seconds", "seconds", "When it began, in seconds since 1970.", [(of_all, run.instant)]),
-    ]
-    times: list[tuple[dict[str, str], float | None]] = []
+    yield "run_info", "", "The run that was measured.", [({**of_all, **named}, 1.0)]
+    yield "run_begun_seconds", "seconds", "When it began, in seconds since 1970.", [(of_all, run.instant)]
+    times: list[_Sample] = []
     summary = summarise(run)
     for part in (STEP, *parts_of(run), "host"):
         for stat in ("median", "low", "high", "mean", "stdev", *FEWEST_FOR_PERCENTILE):
             times.append(({**of_all, "part": part, "stat": stat}, summary.get(f"{part}_{stat}_s")))
-    lines += _gauge("part_seconds", "seconds", "Time of a step and of its parts; low to high is the interval.", times)
+    yield "part_seconds", "seconds", "Time of a step and of its parts; low to high is the interval.", times
     for name, (gauge, unit, what) in GAUGES.items():
-        lines += _gauge(gauge, unit, what, [(of_all, summary.get(name))])
-    counts = [
+        yield gauge, unit, what, [(of_all, summary.get(name))]
+    counts: list[_Sample] = [
         ({**of_all, "severity": each}, float(sum(finding.severity == each for finding in run.findings)))
         for each in ("error", "warning", "note")
     ]
-    return "\n".join([*lines, *_gauge("findings", "", "Findings of the run's checks.", counts), "# EOF", ""])
+    yield "findings", "", "Findings of the run's checks.", counts
 
 
-def _gauge(name: str, unit: str, what: str, samples: Sequence[tuple[dict[str, str], float | None]]) -> list[str]:
+def _gauge(name: str, unit: str, what: str, samples: Sequence[_Sample]) -> list[str]:
     """The lines of a gauge; none where no sample of it is known."""
     known = [(labels, value) for labels, value in samples if value is not None and math.isfinite(value)]
     if not known:
@@ -489,11 +500,19 @@ def _labels(labels: dict[str, str]) -> str:
     return ",".join(f'{name}="{"".join(escapes.get(each, each) for each in text)}"' for name, text in labels.items())
 
 
-def write_metrics(run: Run, file: Path) -> None:
-    """Write the run's figures as OpenMetrics, whole or not at all. Raises InputError where that cannot be done, and
-    where the file is somebody else's."""
+def check_metrics_file(file: Path) -> None:
+    """Raise InputError where no figures can be written to this file, or where it is somebody else's."""
+    if file.is_dir() or not file.parent.is_dir():
+        why = "it is a folder" if file.is_dir() else f"there is no folder {file.parent}, make it first"
+        raise InputError(f"--metrics {file} cannot be written: {why}")
     check_is_ours(file, "# HELP stepscope_")
+
+
+def write_metrics(runs: Sequence[Run], file: Path) -> None:
+    """Write the runs' figures as OpenMetrics, whole or not at all. Raises InputError where that cannot be done, and
+    where the file is somebody else's."""
+    check_metrics_file(file)
     try:
-        write_atomically(open_metrics(run).encode(), file)
+        write_atomically(open_metrics(*runs).encode(), file)
     except OSError as error:
         raise InputError(f"--metrics {file} cannot be written: {error.strerror or error}") from error

@@ -375,6 +375,8 @@ def test_a_trace_and_a_memory_snapshot_of_some_more_steps(tmp_path: Path):
         (["watch", "--", "-m"], "no module behind -m"),
         (["watch", "--", "."], ". is a folder"),
         (["watch", "--", "ls"], "ls is no Python program"),
+        (["watch", "--metrics", "no/such/m.prom", "--", __file__], "there is no folder no/such, make it first"),
+        (["watch", "--metrics", ".", "--", __file__], "it is a folder"),
     ],
 )
 def test_wrong_input_is_one_line(tmp_path: Path, words: list[str], said: str):

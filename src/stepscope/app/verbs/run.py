@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Unpack, cast
@@ -45,7 +45,7 @@ from stepscope.engine.workload_options import (
     of_factory,
     usual_sizes,
 )
-from stepscope.runs.metrics import write_metrics
+from stepscope.runs.metrics import check_metrics_file, write_metrics
 
 if TYPE_CHECKING:
     import torch
@@ -330,6 +330,8 @@ def command(
 ) -> int:
     """Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory."""
     workload.check()
+    if metrics is not None:
+        check_metrics_file(metrics)
     place = place_in_job(os.environ)
     is_shared = workload.options.get("parallel", NOT_PARALLEL) != NOT_PARALLEL
     if place is not None and is_shared:
@@ -361,7 +363,7 @@ def command(
     with stdout_kept_clean(), progress() as tell:
         result, directory = measure_step(request, tell)
         if place is None or not place.rank:
-            _hand_out(result, directory, log, metrics)
+            _hand_out([result], directory.parent, log, metrics)
     code = exit_code(result)
     if place is not None and place.rank:
         return EXIT_DONE if code == EXIT_CHECK_FAILED else code  # the first rank shows what all measured, and doubts it
@@ -381,16 +383,17 @@ def exit_code(run: Run) -> int:
     return exit_code_of(run.findings)
 
 
-def _hand_out(run: Run, directory: Path, log: tuple[str, ...], metrics: Path | None) -> None:
-    """Write the run's figures where they were asked for."""
+def _hand_out(measured_runs: Sequence[Run], out: Path, log: tuple[str, ...], metrics: Path | None) -> None:
+    """Write the figures of runs, which lie in this folder, where they were asked for."""
     if log:
         from stepscope.engine.trackers import write_own
 
-        write_own(log, run, directory, warn)
+        for run in measured_runs:
+            write_own(log, run, out / run.id, warn)
     if metrics is not None:
         try:
-            write_metrics(run, metrics)
-        except InputError as error:  # The run is stored, and is shown all the same.
+            write_metrics(measured_runs, metrics)
+        except InputError as error:  # The runs are stored, and are shown all the same.
             warn(str(error))
 
 
@@ -460,8 +463,7 @@ def _measure_in_processes(
         from stepscope.runs.run_sets import answer_against, answer_set, compare_sets, sets_of
 
         with stdout_kept_clean():
-            for run in runs:
-                _hand_out(run, Path(plan.out) / run.id, log, metrics)
+            _hand_out(runs, Path(plan.out), log, metrics)
         if len(runs) == 1 and plan.cells[0].repeat is None and plan.cells[0].against is None:
             _show(runs[0], Path(plan.out) / runs[0].id, shown, save)
             return

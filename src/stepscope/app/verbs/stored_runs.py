@@ -168,7 +168,9 @@ def show_command(
         if len(named) != 1:
             raise
         if metrics is not None:
-            raise InputError(f"--metrics is of one run, and {run} names a set: name one of its runs") from None
+            from stepscope.runs.metrics import write_metrics
+
+            write_metrics(named[0].runs, metrics)
         answer = answer_set(named[0], str(runs))
         shown.show(answer, document=lambda: json_document(named[0].document), save=save)
     else:
@@ -177,7 +179,7 @@ def show_command(
         if metrics is not None:
             from stepscope.runs.metrics import write_metrics
 
-            write_metrics(stored, metrics)
+            write_metrics([stored], metrics)
         shown.show(answer_run(stored), document=lambda: encode_run(stored).decode(), save=save)
 
 

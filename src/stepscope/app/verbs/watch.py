@@ -94,6 +94,10 @@ def command(
     if "nsys" in recording.trace.tools:
         raise InputError(_NSYS)
     program = program_of(script or [])
+    if metrics is not None:
+        from stepscope.runs.metrics import check_metrics_file
+
+        check_metrics_file(metrics)
     if isinstance(program, Launch):
         options = _options(steps, step_of, recording, tag, runs, log, metrics)
         command = program.command(options)
