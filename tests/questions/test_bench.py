@@ -24,7 +24,7 @@ from torch import Tensor
 from stepscope.core.errors import InputError
 from stepscope.core.samples import Samples
 from stepscope.questions.bench import answer_bench, decided, verdict_of
-from stepscope.questions.bench_calls import Asked, call_of, reached_by, run_bench, with_ratios
+from stepscope.questions.bench_calls import Asked, call_of, run_bench, with_ratios
 from stepscope.questions.bench_functions import (
     PRESETS,
     asked_by_functions,
@@ -38,6 +38,7 @@ from stepscope.questions.bench_inputs import odd, parse_shape, parse_sizes, shap
 from stepscope.questions.bench_result import Bench, Timing, decode_bench, encode_bench
 from stepscope.recording.environment import resolve_device
 from stepscope.training.attention import implementation
+from stepscope.training.user_functions import reached_by
 from tests.shown import shown
 
 CPU = torch.device("cpu")

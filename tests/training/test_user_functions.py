@@ -225,9 +225,13 @@ def test_wrong_parts(part: str, name: str, says: str):
         judged(**{part: name})
 
 
-def test_a_kernel_of_triton_in_the_interpreter():
+def test_a_kernel_of_triton_in_the_interpreter(capsys: pytest.CaptureFixture[str]):
     Path("kernels.py").write_text(TRITON)
     (sentence,) = judged(norm="kernels.py:Norm")
+    assert (
+        "runs kernels in Triton's interpreter: it is judged, and times of its step say nothing"
+        in capsys.readouterr().err
+    )
     assert (
         "right in 5 of 5 calls beside float64; gradcheck is left out, since it computes float64 in fewer bits"
         in sentence

@@ -7,20 +7,18 @@ import contextlib
 import inspect
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from types import CodeType
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from stepscope.core.errors import InputError, install_places, named_line, one_line
+from stepscope.core.errors import InputError, named_line, one_line
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
@@ -46,7 +44,7 @@ from stepscope.training.judging import (
     run_call,
     settings_kept,
 )
-from stepscope.training.user_functions import leave_autotuning_out
+from stepscope.training.user_functions import is_interpreted, leave_autotuning_out
 
 # Right or wrong: any function beside the same formula in float64, output and every gradient, before it gets a time.
 #
@@ -457,12 +455,7 @@ class _Room:
         self.given_up: dict[str, str] = {}
         """Functions whose first call did not end, and that in words."""
         self._first_s: dict[str, float] = {}
-        self.interpreted = [
-            name
-            for name, function in asked.functions.items()
-            if "triton" in sys.modules
-            and any(type(one).__name__ == "InterpretedFunction" for one in reached_by(function))
-        ]
+        self.interpreted = [name for name, function in asked.functions.items() if is_interpreted(function)]
         """Functions that call a kernel which Triton's interpreter runs: themselves, or what they name in their file."""
         leave_autotuning_out()
 
@@ -694,53 +687,3 @@ def patience(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def reached_by(function: Any) -> Iterator[Any]:
-    """The function, what it names in the user's own files, and so on; of libraries the kernels alone."""
-    waiting, seen = [function], set[int]()
-    while waiting:
-        one = waiting.pop()
-        one = inspect.unwrap(one) if callable(one) else one
-        one = getattr(one, "__self__", one)  # the class of `Function.apply`, the object of a method
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        if isinstance(one, type):
-            methods = [getattr(value, "__func__", value) for value in vars(one).values()]
-            waiting += [method for method in methods if inspect.isfunction(method)]
-        elif inspect.isfunction(one):
-            names = _names_in(one.__code__)
-            near = [one.__globals__[name] for name in names if name in one.__globals__]
-            for cell in one.__closure__ or ():
-                with contextlib.suppress(ValueError):  # it is empty
-                    near.append(cell.cell_contents)
-            modules = [value for value in near if inspect.ismodule(value) and _is_of_user(value)]
-            near += [getattr(module, name) for module in modules for name in names if hasattr(module, name)]
-            waiting += [value for value in near if _holds_another(value) or _is_of_user(value)]
-        elif _holds_another(one):
-            waiting += [getattr(one, name) for name in _HOLDERS if hasattr(one, name)]
-        elif not inspect.ismodule(one) and _is_of_user(type(one)):  # an object that is called
-            waiting.append(type(one))
-
-
-_HOLDERS = ("fn", "func", "_init_fn")
-"""What holds another function: a kernel under an autotuner, a partial, an operator of `torch.library`."""
-
-
-def _holds_another(value: Any) -> bool:
-    return not inspect.isfunction(value) and any(hasattr(value, name) for name in _HOLDERS)
-
-
-def _names_in(code: CodeType) -> list[str]:
-    """The names that a function's code has, and the functions written inside it."""
-    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names_in(const)]
-    return [*code.co_names, *inner]
-
-
-def _is_of_user(value: Any) -> bool:
-    """Whether a module, or what a value is defined in, lies in no library."""
-    module = value if inspect.ismodule(value) else sys.modules.get(getattr(value, "__module__", None) or "")
-    file = getattr(module, "__file__", None)
-    return bool(file) and not file.startswith(install_places())

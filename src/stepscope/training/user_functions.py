@@ -5,15 +5,17 @@ class of modules is made once, and a function without parameters makes the funct
 is for the gates (`attention/gate.py`, `parts/gate.py`).
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -111,7 +113,11 @@ def users_part(part: str, name: str) -> Function:
             f"{part} {name}: {file or spelled} (or what it imports) has changed since it was named, or is not "
             f"there: name {spelled}"
         )
-    return _ADAPTERS[part](_Target.of(find_object(spelled, f"--{part}"), part, spelled))
+    found = find_object(spelled, f"--{part}")
+    called = _ADAPTERS[part](_Target.of(found, part, spelled))
+    if is_interpreted(found):
+        warn(f"{part} {spelled} runs kernels in Triton's interpreter: it is judged, and times of its step say nothing")
+    return called
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,3 +332,61 @@ def _loss(target: _Target) -> Function:
 _ADAPTERS: dict[str, Callable[[_Target], Function]] = {
     "attention": _attention, "norm": _norm, "rope": _rope, "mlp": _mlp, "loss": _loss,
 }  # fmt: skip
+
+
+# Which kernels a function runs.
+
+
+def is_interpreted(function: Any) -> bool:
+    """Whether a function calls a kernel that Triton's interpreter runs: itself, or what it names in a user's files."""
+    return "triton" in sys.modules and any(type(one).__name__ == "InterpretedFunction" for one in reached_by(function))
+
+
+def reached_by(function: Any) -> Iterator[Any]:
+    """The function, what it names in the user's own files, and so on; of libraries the kernels alone."""
+    waiting, seen = [function], set[int]()
+    while waiting:
+        one = waiting.pop()
+        one = inspect.unwrap(one) if callable(one) else one
+        one = getattr(one, "__self__", one)  # the class of `Function.apply`, the object of a method
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, type):
+            methods = [getattr(value, "__func__", value) for value in vars(one).values()]
+            waiting += [method for method in methods if inspect.isfunction(method)]
+        elif inspect.isfunction(one):
+            names = _names_in(one.__code__)
+            near = [one.__globals__[name] for name in names if name in one.__globals__]
+            for cell in one.__closure__ or ():
+                with contextlib.suppress(ValueError):  # it is empty
+                    near.append(cell.cell_contents)
+            modules = [value for value in near if inspect.ismodule(value) and _is_of_user(value)]
+            near += [getattr(module, name) for module in modules for name in names if hasattr(module, name)]
+            waiting += [value for value in near if _holds_another(value) or _is_of_user(value)]
+        elif _holds_another(one):
+            waiting += [getattr(one, name) for name in _HOLDERS if hasattr(one, name)]
+        elif not inspect.ismodule(one) and _is_of_user(type(one)):  # an object that is called
+            waiting.append(type(one))
+
+
+_HOLDERS = ("fn", "func", "_init_fn")
+"""What holds another function: a kernel under an autotuner, a partial, an operator of `torch.library`."""
+
+
+def _holds_another(value: Any) -> bool:
+    return not inspect.isfunction(value) and any(hasattr(value, name) for name in _HOLDERS)
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """The names that a function's code has, and the functions written inside it."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names_in(const)]
+    return [*code.co_names, *inner]
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether a module, or what a value is defined in, lies in no library."""
+    module = value if inspect.ismodule(value) else sys.modules.get(getattr(value, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    return bool(file) and not file.startswith(install_places())
