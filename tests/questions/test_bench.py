@@ -429,6 +429,8 @@ def test_ratios_are_of_neighbours_and_stand_together():
     found = msgspec.structs.replace(found, timings=(one, other))
     assert decided(found) == {("rival", "8"): True}
     assert "mine is 2.00 times as fast as rival" in shown(answer_bench(found))
+    few = msgspec.structs.replace(found, timings=tuple(with_ratios([row("mine", 1e-3), row("rival", 2.0)])))
+    assert "too few pairs were timed to tell mine from rival, which took 2000 times as long" in shown(answer_bench(few))
 
 
 def test_sizes_make_a_curve_and_the_document_comes_back(mine: Path):

@@ -94,6 +94,9 @@ def _where(row: Timing) -> str:
 def _contest(name: str, row: Timing, stands: bool) -> str:
     """Who is faster, by how much and how sure that is."""
     ratio, interval = row.ratio or 1.0, row.interval
+    if interval is None:
+        few = f"too few pairs were timed to tell {name} from {row.function}"
+        return f"{few}, which took {ratio:.4g} times as long in them: --seconds makes more"
     if not stands:
         return (
             f"no difference from {row.function} can be told, which takes {ratio:.3f} times as long{_within(interval)}"
@@ -104,12 +107,12 @@ def _contest(name: str, row: Timing, stands: bool) -> str:
         )
     if ratio > 1:
         return f"{name} is {ratio:.2f} times as fast as {row.function}{_within(interval)}"
-    inverse = Interval(low=1 / interval.high, high=1 / interval.low) if interval is not None else None
+    inverse = Interval(low=1 / interval.high, high=1 / interval.low)
     return f"{name} takes {1 / ratio:.2f} times as long as {row.function}{_within(inverse)}"
 
 
-def _within(interval: Interval | None) -> str:
-    return f" (95 %: {interval.low:.3f} to {interval.high:.3f})" if interval is not None else ""
+def _within(interval: Interval) -> str:
+    return f" (95 %: {interval.low:.3f} to {interval.high:.3f})"
 
 
 def _right(bench: Bench) -> answer.Table:
