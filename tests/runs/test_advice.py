@@ -271,7 +271,10 @@ def test_a_loop_that_makes_its_model_optimizer_and_batches_by_functions_of_its_o
     compiled = found["not-compiled"]
     assert (compiled.put, compiled.no_patch, compiled.least) == ("model.compile()", "", 0.0)
     assert compiled.most == pytest.approx(0.6 - 0.3), "what the products take stays"
-    assert "\n model = GPT()\n+model.compile()\n model.to" in made.patch([compiled])[0]
+    diff, left = made.patch([compiled])
+    assert "\n model = GPT()\n+model.compile()\n model.to" in diff
+    # Neither git nor patch takes a path that leads out of the folder.
+    assert diff.startswith("--- a/train.py\n") and left[0].endswith(f"apply the diff in {tmp_path}")
     batches = found["batches-made-in-the-loop"]
     assert batches.where.endswith("train.py:10") and "yields get_batch('train')" in batches.put
     assert batches.most == pytest.approx(0.2), "half of the rest, hidden behind the other 80 ms"

@@ -666,8 +666,8 @@ _TF32 = 'torch.set_float32_matmul_precision("high")'
 
 
 def patch(advice: Sequence[Advice]) -> tuple[str, list[str]]:
-    """A unified diff of all that these change, and a sentence for each that has none; paths are from the current
-    folder, as `git apply` and `patch -p1` take them there."""
+    """A unified diff of all that these change, and a sentence for each that has none. Paths are from the current
+    folder, as `git apply` and `patch -p1` take them there; neither takes one that leads out of it."""
     left = [f"{one.kind}: no diff, since {one.no_patch}" for one in advice if one.no_patch]
     kept: list[Edit] = []
     for one in advice:
@@ -680,8 +680,13 @@ def patch(advice: Sequence[Advice]) -> tuple[str, list[str]]:
         else:
             kept += one.edits
     texts: list[str] = []
-    for source, new in edited(kept):
-        name = os.path.relpath(source.path)
+    changed = edited(kept)
+    folder = Path.cwd()
+    if outside := [source.path.parent for source, _ in changed if not source.path.is_relative_to(folder)]:
+        folder = Path(os.path.commonpath([source.path.parent for source, _ in changed]))
+        left.append(f"{outside[0]} is not in this folder: apply the diff in {folder}")
+    for source, new in changed:
+        name = os.path.relpath(source.path, folder)
         lines = difflib.unified_diff(
             source.text.splitlines(keepends=True), new.splitlines(keepends=True), f"a/{name}", f"b/{name}"
         )
