@@ -299,6 +299,7 @@ def test_what_workers_save_at_least_is_what_free_cores_give(
     found = scripted(tmp_path, text, Habits(steps=3), host=host, data=0.3, forward=0.7)["waiting-for-data"]
     assert found.least == pytest.approx(least) and found.most == pytest.approx(0.3)
     assert says in found.how
+    assert (", or costs 25.0 %" in found.saves) is (least < 0)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ class Advice(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def saves(self) -> str:
         most = format_share(self.most)
-        return f"up to {most}" if abs(self.least) < 0.005 else f"{format_share(self.least)} to {most}"
+        if self.least >= 0.005:
+            return f"{format_share(self.least)} to {most}"
+        return f"up to {most}" + (f", or costs {format_share(-self.least)}" if self.least <= -0.005 else "")
 
 
 _Place = Callable[[], tuple[str, tuple[Edit, ...]]]
