@@ -15,9 +15,9 @@ from stepscope.allocations.at_moment import moment_at
 from stepscope.allocations.explain import explain
 from stepscope.allocations.prediction.answer import answer_fit, answer_tensors
 from stepscope.allocations.prediction.estimate import kept_by_block
-from stepscope.allocations.prediction.fit import fit
+from stepscope.allocations.prediction.fit import budget_of_memory, budget_of_total, fit
 from stepscope.allocations.snapshot import read_snapshot
-from stepscope.core.answer import Answer, Line, Panel, as_lines
+from stepscope.core.answer import Answer, Line, Panel, as_lines, known_columns
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
@@ -39,6 +39,8 @@ from stepscope.questions.warmup import answer_warmup, most_warmups
 from stepscope.rendering.writeup import Assignment, Found, Material, Measure, Question, Source
 from stepscope.runs.metrics import samples_of
 from stepscope.runs.tables import Statistic, TableQuery, answer_table, build_records, table_panels
+from stepscope.traces.kernels.families import explain_kernel
+from stepscope.traces.kernels.names import kernel_label
 
 PLAIN = {"attention": "reference", "compile": "eager", "checkpointing": "none"}
 """The choices of a step of which the first questions ask."""
@@ -73,14 +75,16 @@ def table(
     *,
     where: Mapping[str, str],
     says: Callable[[list[Run]], str] | None = None,
+    widest: bool = False,
 ) -> Source:
-    """The table of the largest sweep with such runs, its plot, and what it `says` in a sentence."""
+    """The table of the largest sweep with such runs, its plot, and what it `says` in a sentence. widest: of the sweep
+    with most cells, out of memory or not."""
     query = TableQuery(
         rows=_names(rows), columns=_names(columns), values=_names(value), statistic=statistic, speedup=speedup
     )
 
     def source(material: Material) -> Answer | None:
-        for folder in material.folders(**where):
+        for folder in material.folders(widest=widest, **where):
             runs = [run for run, _ in folder]
             compared = {getattr(run.workload, name, None) for run in runs for name in query.columns[:1]}
             if (query.columns and len(compared) < 2) or (speedup is not None and speedup not in compared):
@@ -142,7 +146,8 @@ def which_run_out(runs: list[Run]) -> str:
 
 def warmup(material: Material) -> Answer | None:
     """The steps of one workload after different numbers of warm-up steps."""
-    runs = most_warmups(run for run, _ in material.runs if run.workload.phase == "train" and run.workload.layers)
+    sweeps = (most_warmups(run for run, _ in folder) for folder in material.folders(phase="train"))
+    runs = max(sweeps, key=len, default=[])
     return answer_warmup(runs) if len(runs) > 1 else None
 
 
@@ -150,7 +155,7 @@ def kernels(letters: str) -> Source:
     """Questions of the study of kernels, of the sweep with most captures."""
 
     def source(material: Material) -> Answer | None:
-        folders: list[list[CapturedCell]] = []
+        folders: list[tuple[list[CapturedCell], list[Run]]] = []
         for folder in material.folders(dtype="fp32", **PLAIN):
             cells: list[CapturedCell] = []
             for run, directory in folder:
@@ -159,11 +164,13 @@ def kernels(letters: str) -> Source:
                 if wanted is not None:
                     other = next((digest for digest in digests if digest not in (None, wanted)), None)
                     cells.append(CapturedCell(run=run, digest=wanted, other=other))
-            folders.append(cells)
-        best = max(
-            folders, key=lambda cells: (len({cell.run.workload.phase for cell in cells}), len(cells)), default=[]
+            folders.append((cells, [run for run, _ in folder if run.status == "out-of-memory"]))
+        best, out = max(
+            folders,
+            key=lambda each: (len({cell.run.workload.phase for cell in each[0]}), len(each[0]) + len(each[1])),
+            default=([], []),
         )
-        answer = answer_kernels(best, letters) if best else None
+        answer = answer_kernels(best, letters, out) if best else None
         return answer if answer is not None and answer.tables else None
 
     return source
@@ -171,11 +178,14 @@ def kernels(letters: str) -> Source:
 
 def speed(material: Material) -> Answer | None:
     """Precision: the same step in fp32 and fewer bits."""
-    for folder in material.folders(phase="forward-backward,train", accumulation="1", **PLAIN):
-        if len({run.workload.dtype for run, _ in folder}) > 1:
-            cells = [TimedCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in folder]
-            return answer_speed(speed_pairs(cells, DTYPES))
-    return None
+    studies = [
+        [TimedCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in folder]
+        for folder in material.folders(phase="forward-backward,train", accumulation="1", **PLAIN)
+        if len({run.workload.dtype for run, _ in folder}) > 1
+    ]
+    # A capture says why: what of the step are products, which alone become faster.
+    captured = [cells for cells in studies if 2 * sum(cell.digest is not None for cell in cells) > len(cells)]
+    return next((answer_speed(speed_pairs(cells, DTYPES)) for cells in (*captured, *studies)), None)
 
 
 def beside(
@@ -206,16 +216,16 @@ def parallel(kinds: Sequence[str], *titles: str) -> Source:
 
 
 def recorded_memory(material: Material) -> Answer | None:
-    """What the largest recorded step of training held at its peak, and its timeline."""
+    """What the largest recorded step held at its peak, and its timeline: of training, where that was recorded to its
+    end; else as far as memory sufficed, or of forward."""
     recorded = [
-        (run, directory / run.artifacts["memory"])
+        (run.workload.phase == "train", run.status == "done", file)
         for run, directory in material.runs
-        if "memory" in run.artifacts and run.status == "done" and run.workload.phase == "train"
+        if "memory" in run.artifacts and (file := directory / run.artifacts["memory"]).is_file()
     ]
-    recorded = [(run, file) for run, file in recorded if file.is_file()]
     if not recorded:
         return None
-    _, file = max(recorded, key=lambda pair: pair[1].stat().st_size)
+    *_, file = max(recorded, key=lambda each: (all(each[:2]), each[1], each[0], each[2].stat().st_size))
     explained = explain(read_snapshot(file))
     return answer_memory(explained, moment_at(explained, None))
 
@@ -237,6 +247,41 @@ def arithmetic_of_peak(material: Material) -> Answer | None:
     return _predicted(answer_fit(fit(workload, device_type="cpu" if on_cpu else "cuda")), run)
 
 
+def why_out(material: Material) -> Answer | None:
+    """The arithmetic of the smallest step that ran out of memory in the widest sweep, against the memory it had."""
+    for folder in material.folders(widest=True, **_TRAIN):
+        out = [
+            (run, run.workload) for run, _ in folder if run.status == "out-of-memory" and run.workload.sizes is not None
+        ]
+        if not out:
+            continue
+        run, workload = min(out, key=lambda each: (each[1].sizes.d_model * each[1].layers, each[1].seq_len))
+        where, budget = run.environment, None
+        if where is not None and where.memory_limit_bytes:
+            budget = budget_of_memory(where.memory_limit_bytes)
+        elif where is not None and where.memory_bytes:
+            budget = budget_of_total(where.memory_bytes, where.device_name)
+        return _predicted(answer_fit(fit(workload, budget)), run)
+    return None
+
+
+def kernel_names(material: Material) -> Answer | None:
+    """What the names of the longest kernels say, of the sweep with most captures."""
+    wanted = ("family", "library", "does", "layout", "products", "cut")
+    rows: dict[str, tuple[str | None, ...]] = {}
+    for folder in material.folders(dtype="fp32", **PLAIN):
+        for run, directory in folder:
+            digest = next(filter(None, (material.digest(run, directory, tool) for tool in TRACE_TOOLS)), None)
+            for row in digest.top if digest is not None else ():
+                lines = dict(explain_kernel(row.name).lines)
+                label = kernel_label(row.name)
+                rows.setdefault(label, (label, *(lines.get(heading) for heading in wanted)))
+        if rows:
+            break
+    table = known_columns("The longest kernels, by their names", ("kernel", *wanted), tuple(rows.values()))
+    return Answer(study="kernel", question="", tables=(table,)) if rows else None
+
+
 def _predicted(answer: Answer, run: Run) -> Answer:
     """A prediction, which says that it is one and of which step, without what it says to the command line."""
     predicted = Line(f"Predicted by arithmetic for {cell_name(run.workload)}; nothing here was measured.", "strong")
@@ -248,9 +293,9 @@ def _predicted(answer: Answer, run: Run) -> Answer:
 def _largest(material: Material) -> tuple[Run, TextbookWorkload] | None:
     """The largest measured step of training whose sizes are known, with its workload."""
 
-    def size(step: tuple[Run, TextbookWorkload]) -> tuple[int, int, str]:
+    def size(step: tuple[Run, TextbookWorkload]) -> tuple[int, int, bool]:
         _, workload = step
-        return workload.sizes.d_model * workload.layers, workload.seq_len, workload.dtype
+        return workload.sizes.d_model * workload.layers, workload.seq_len, workload.dtype == "fp32"
 
     steps = [
         (run, run.workload)
@@ -265,7 +310,14 @@ def _both(material: Material, field: str, base: str, **wanted: str) -> list[list
     """The folders in which some runs have the base's value of a field, and others another; most values first."""
     folders = [(runs, {getattr(run.workload, field) for run, _ in runs}) for runs in material.folders(**wanted)]
     kept = [(runs, values) for runs, values in folders if {base} < values and _pairs(runs, field, base)]
-    return [runs for runs, _ in sorted(kept, key=lambda pair: -_pairs(pair[0], field, base))]
+
+    def worth(runs: list[Found]) -> tuple[bool, int]:
+        """A sweep of this field before one of many, of which a few cells differ in it."""
+        paired = {tuple(run.workload.words(field)) for run, _ in runs if getattr(run.workload, field) != base}
+        of_it = [run for run, _ in runs if tuple(run.workload.words(field)) in paired]
+        return 2 * len(of_it) > len(runs), _pairs(runs, field, base)
+
+    return sorted((runs for runs, _ in kept), key=worth, reverse=True)
 
 
 _UNDOUBTED = 1_000
@@ -382,6 +434,7 @@ _TIMES = table(
     statistic="mean-std",
     where=_TRAIN,
     says=how_much_they_vary,
+    widest=True,
 )
 _PEAKS = table("model,seq_len", "phase", "peak_memory", where={"dtype": "fp32", **_PHASES})
 _PEAKS_BY_DTYPE = table(
@@ -400,28 +453,40 @@ ASSIGNMENT = Assignment(
             Question("benchmarking-c", "What do the figures become without warm-up steps, or with few?", _WARMUP,
                      warmup),
             Question("benchmarking-lengths", "How does a training step grow with the sequence, and which cells run out "
-                     "of memory?", _STEPS, table("model", "seq_len", where=_TRAIN, says=which_run_out)),
+                     "of memory?", _STEPS, table("model", "seq_len", where=_TRAIN, says=which_run_out, widest=True)),
         ),
         "Kernels of a step": (
             Question("kernels-a", "How long is each phase in the profile, and is that what the timer says?", _KERNELS,
                      kernels("a")),
             Question("kernels-b", "Which kernel takes longest in forward, how often is it called, and is it the same "
-                     "with backward?", _KERNELS, kernels("b")),
+                     "with backward?", _KERNELS, kernels("bj")),
             Question("kernels-c", "Which kernels other than matrix products take time in forward?", _KERNELS,
-                     kernels("c")),
+                     kernels("ck")),
             Question("kernels-d", "Which share of the time are matrix products, in inference and in a training step?",
                      _KERNELS, kernels("d")),
             Question("kernels-e", "How does softmax compare with the matrix products of attention, in time and in "
-                     "FLOPs?", _KERNELS, kernels("e")),
+                     "FLOPs?", _KERNELS, kernels("ei")),
+            Question("kernels-f", "How long is backward beside forward, in kernel time and by the timer, and why is it "
+                     "nearer to forward in small models?", _KERNELS, kernels("f")),
+            Question("kernels-h", "What bounds the kernels: arithmetic, memory or their launch?", _KERNELS,
+                     kernels("h")),
+            Question("kernels-names", "What do the names of the kernels say?", _KERNELS, kernel_names),
         ),
         "Mixed precision": (
             Question("accumulation", "What becomes of a sum of many small numbers in 16 bits?",
                      _answer("accumulation", 1), stored("accumulation")),
             Question("precision-a", "Which dtype has each part of the model under autocast?",
-                     _answer("autocast", 2, "--dtype fp16"), stored("autocast", ("modules",), like="fp16")),
+                     _answer("autocast", 2, "--dtype fp16 --rules cuda"),
+                     stored("autocast", ("modules",), like="fp16")),
             Question("precision-b", "Which parts of normalisation are sensitive to few bits, and is bf16 treated as "
                      "fp16 is?", _answer("normalisation", 3),
                      stored("normalisation", ("squares", "error of the output by"))),
+            Question("formats", "What can each format of few bits hold, and how finely?", _answer("formats", 5),
+                     stored("formats")),
+            Question("underflow", "Which gradients does fp16 lose, and what does scaling the loss keep?",
+                     _answer("underflow", 6, "--model small", "--model tiny"), stored("underflow")),
+            Question("softmax", "What does softmax do in few bits, and why is the largest subtracted first?",
+                     _answer("softmax", 7), stored("softmax")),
             Question("precision-c", "How much faster are forward and backward in bf16, by the size of the model?",
                      _SPEED, speed),
         ),
@@ -435,6 +500,8 @@ ASSIGNMENT = Assignment(
                      "residual stream?", _STEPS, kept_tensors),
             Question("memory-e", "What do parameters, gradients, optimizer and activations add up to?", _STEPS,
                      arithmetic_of_peak),
+            Question("memory-f", "Why do the largest models run out of memory, in which phase, and what would help?",
+                     _STEPS, why_out),
         ),
         "Attention": (
             Question("attention-a", "What do forward and backward of plain attention take by sequence length and "

@@ -8,12 +8,13 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from stepscope.core.answer import Answer, Finding, Line, Table, decode_answer, text
+from stepscope.core.answer import Answer, Finding, decode_answer, text
 from stepscope.core.attention_call import decode_timings
 from stepscope.core.errors import InputError, choose, one_line, printable
 from stepscope.core.figures import doubting_kinds
@@ -51,12 +52,13 @@ class Material:
     faults: tuple[str, ...] = ()
     _digests: dict[tuple[Path, str], TraceDigest | None] = field(default_factory=dict, init=False, repr=False)
 
-    def folders(self, **wanted: str) -> list[list[Found]]:
+    def folders(self, *, widest: bool = False, **wanted: str) -> list[list[Found]]:
         """The runs whose fields have these values (`fp32,bf16` for either), by folder: a question is answered by one
         sweep and never by a mixture of several.
 
         Sweeps of the whole device come before those of a part of its memory, then the one with most cells that no
-        finding doubts is first, and of equal ones the one with most cells.
+        finding doubts is first, and of equal ones the one with most cells. widest: the sweep with most cells is first,
+        those that ran out of memory among them, for questions on which these are.
         """
         conditions = [(name, tuple(values.split(","))) for name, values in wanted.items()]
         by_folder: dict[Path, list[Found]] = {}
@@ -64,12 +66,13 @@ class Material:
             if run.workload.layers and all(matches(run, *condition) for condition in conditions):
                 by_folder.setdefault(directory.parent, []).append((run, directory))
 
-        def worth(folder: list[Found]) -> tuple[bool, int, int]:
+        def worth(folder: list[Found]) -> tuple[int, bool, int, int]:
+            cells = len({run.workload.key for run, _ in folder if run.status in ("done", "out-of-memory")})
             done = [run for run, _ in folder if run.status == "done"]
             where = [run.environment for run, _ in folder if run.environment is not None]
             undoubted = {run.workload.key for run in done if not doubting_kinds(run)}
             whole_device = all(one.memory_limit_bytes is None for one in where)
-            return whole_device, len(undoubted), len({run.workload.key for run in done})
+            return cells if widest else 0, whole_device, len(undoubted), len({run.workload.key for run in done})
 
         return sorted(by_folder.values(), key=worth, reverse=True)
 
@@ -242,6 +245,17 @@ class Answered:
     why: str = ""
     """Why there is no answer, where that is more than missing data."""
 
+    @cached_property
+    def chart(self) -> tuple[Any, str]:
+        """The answer's plot, None where it has none; and why figures that it would show are in tables alone, as where
+        they have too many lines. Drawn once: a chart of many points takes half a second."""
+        try:
+            if self.answer is not None and any(panel.points for panel in self.answer.panels):
+                return draw_answer(self.answer), ""
+        except InputError as error:
+            return None, str(error).partition(": ")[0]  # the remedy is one of the command line
+        return None, ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WriteUp:
@@ -307,7 +321,7 @@ MARK = "<!-- written by stepscope writeup -->"
 MOST_ALIKE = 6
 """Findings of one kind that are written out: a study of many cells has one for each."""
 MOST_ROWS = 24
-"""A longer table is cut, which a line says: a write-up is read."""
+"""A longer table is in a file of its own, too, as CSV: it is read by a program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,25 +351,30 @@ class Target:
     def write(self, write_up: WriteUp, scale: Scale) -> None:
         """Write the document and its plots. Raises InputError where that cannot be."""
         try:
-            if self.file.suffix.lower() == ".html":
-                write_atomically(render_page(as_page(write_up, scale, self.store)).encode(), self.file)
-                return
-            plots = {one.question.id: svg for one in write_up.answered if (svg := _plot(one.answer))}
-            # A folder that holds plots alone is ours, so that old ones may go.
-            if self.plots.is_dir() and all(file.suffix == ".svg" for file in self.plots.iterdir()):
+            page = self.file.suffix.lower() == ".html"
+            drawn = () if page else write_up.answered  # a page draws its own
+            plots = {f"{one.question.id}.svg": plot_svg(plot_spec(one.chart[0])) for one in drawn if one.chart[0]}
+            beside = plots | _long_tables(write_up)
+            # A folder that holds plots and tables alone is ours, so that old ones may go.
+            if self.plots.is_dir() and all(file.suffix in (".svg", ".csv") for file in self.plots.iterdir()):
                 shutil.rmtree(self.plots)
-            if plots:
+            if beside:
                 self.plots.mkdir(exist_ok=True)
-            for name, svg in plots.items():
-                write_atomically(svg.encode(), self.plots / f"{name}.svg")
-            images = {name: f"{self.plots.name}/{name}.svg" for name in plots}
-            write_atomically(as_markdown(write_up, scale, self.store, images).encode(), self.file)
+            for name, text in beside.items():
+                write_atomically(text.encode(), self.plots / name)
+            paths = {name: f"{self.plots.name}/{name}" for name in beside}
+            document = (
+                render_page(as_page(write_up, scale, self.store, paths))
+                if page
+                else as_markdown(write_up, scale, self.store, paths)
+            )
+            write_atomically(document.encode(), self.file)
         except OSError as error:
             raise InputError(f"cannot write {self.file}: {error.strerror or one_line(error)}") from error
 
 
-def as_markdown(write_up: WriteUp, scale: Scale, store: Path, images: dict[str, str]) -> str:
-    """The write-up in Markdown. images: the path of each question's plot, by the question's id."""
+def as_markdown(write_up: WriteUp, scale: Scale, store: Path, paths: dict[str, str]) -> str:
+    """The write-up in Markdown. paths: of each file beside it, its path from the document, by its name."""
     parts = [MARK, f"# {write_up.assignment.title}", write_up.sentence]
     parts += [printable(write_up.unread)] if write_up.faults else []
     parts += map(printable, write_up.doubts)
@@ -369,24 +388,36 @@ def as_markdown(write_up: WriteUp, scale: Scale, store: Path, images: dict[str, 
                 continue
             where = where_of(one.answer)
             parts += [f"*{printable(where)}*"] if where else []
-            parts.append(render(_shown(one.answer), "markdown").strip())
-            if path := images.get(question.id):
-                # A space ends a bare path in a link.
-                target = f"<{path}>" if re.search(r"[\s()]", path) else path
-                parts.append(f"![{question.asks}]({target})")
+            parts.append(render(_shown(one.answer, one.chart[1]), "markdown").strip())
+            if path := paths.get(f"{question.id}.svg"):
+                parts.append(f"![{question.asks}]({_linked(path)})")
+            tables = [f"[{Path(path).name}]({_linked(path)})" for path in _tables_of(question, paths)]
+            parts += [f"As CSV: {', '.join(tables)}"] if tables else []
     return "\n\n".join(parts) + "\n"
 
 
-def as_page(write_up: WriteUp, scale: Scale, store: Path) -> Page:
-    """The write-up as a page: a section for each question."""
+def _linked(path: str) -> str:
+    return f"<{path}>" if re.search(r"[\s()]", path) else path  # a space ends a bare path in a link
+
+
+def _tables_of(question: Question, paths: dict[str, str]) -> list[str]:
+    """The paths of a question's long tables."""
+    return [path for name, path in paths.items() if re.fullmatch(rf"{re.escape(question.id)}-\d+\.csv", name)]
+
+
+def as_page(write_up: WriteUp, scale: Scale, store: Path, paths: dict[str, str]) -> Page:
+    """The write-up as a page: a section for each question. paths: as for `as_markdown`."""
 
     def section(part: str, one: Answered) -> Section:
         if one.answer is None:
             lacking = Answer(study="writeup", question="", tables=(text(_lacking(one)),))
             command = one.question.measure.command(scale, store)
             return Section(title=one.question.asks, answer=lacking, part=part, commands=(command,))
+        shown = _shown(one.answer, one.chart[1])
+        if tables := _tables_of(one.question, paths):
+            shown = msgspec.structs.replace(shown, asides=(*shown.asides, f"As CSV: {', '.join(tables)}."))
         where = msgspec.structs.replace(
-            _shown(one.answer, cut=False),
+            shown,
             device=one.answer.device,
             date=one.answer.date,
             versions=one.answer.versions,
@@ -411,13 +442,11 @@ def _lacking(one: Answered) -> str:
     return f"Not measured{f': {printable(one.why)}' if one.why else ' yet'}. This command measures it:"
 
 
-def _shown(answer: Answer, *, cut: bool = True) -> Answer:
-    """The answer without what stands above it in the document, its long tables cut where they cannot be scrolled."""
-    why = _why_undrawn(answer)
+def _shown(answer: Answer, why: str) -> Answer:
+    """The answer without what stands above it in the document. why: why it has no plot."""
     asides = (*answer.asides, f"No plot: {why}.") if why else answer.asides
     findings, more = _without_repeats(answer.findings)
-    tables = tuple(map(_cut, answer.tables)) if cut else answer.tables
-    return msgspec.structs.replace(answer.body(), tables=tables, findings=findings, asides=(*more, *asides))
+    return msgspec.structs.replace(answer.body(), findings=findings, asides=(*more, *asides))
 
 
 def _without_repeats(findings: tuple[Finding, ...]) -> tuple[tuple[Finding, ...], list[str]]:
@@ -436,26 +465,12 @@ def _without_repeats(findings: tuple[Finding, ...]) -> tuple[tuple[Finding, ...]
     return tuple(kept), more
 
 
-def _cut(table: Table) -> Table:
-    if len(table.rows) <= MOST_ROWS:
-        return table
-    rows = f"The first {MOST_ROWS} of {len(table.rows)} rows."
-    note = Line(f"{rows} Written as HTML (-o NAME.html), this document has them all.")
-    return msgspec.structs.replace(table, rows=table.rows[:MOST_ROWS], notes=(note, *table.notes))
-
-
-def _plot(answer: Answer | None) -> str:
-    """The plot of an answer; empty where it has none."""
-    if answer is None or not any(panel.points for panel in answer.panels) or _why_undrawn(answer):
-        return ""
-    return plot_svg(plot_spec(draw_answer(answer)))
-
-
-def _why_undrawn(answer: Answer) -> str:
-    """Why figures that a plot would show are in tables alone, as where they have too many lines; else empty."""
-    try:
-        if any(panel.points for panel in answer.panels):
-            draw_answer(answer)
-    except InputError as error:
-        return str(error).partition(": ")[0]  # the remedy is one of the command line
-    return ""
+def _long_tables(write_up: WriteUp) -> dict[str, str]:
+    """The long tables as CSV, by the names of their files."""
+    return {
+        f"{one.question.id}-{i}.csv": render(Answer(study="writeup", question="", tables=(table,)), "csv")
+        for one in write_up.answered
+        if one.answer is not None
+        for i, table in enumerate(one.answer.tables, 1)
+        if len(table.rows) > MOST_ROWS
+    }

@@ -74,7 +74,7 @@ def test_an_answer_is_shown_as_its_renderer_shows_it(tmp_path: Path):
     assert found.count == 1
     text = target.file.read_text()
     assert render(material.answers[0][0].body(), "markdown").strip() in text
-    assert "1 of 26 questions answered" in text
+    assert "1 of 33 questions answered" in text
     assert "](out_files/accumulation.svg)" in text and (tmp_path / "out_files/accumulation.svg").is_file()
 
 
@@ -88,11 +88,17 @@ def test_a_question_without_data_names_its_command_whole(tmp_path: Path):
     assert f"stepscope study normalisation --json > {store}normalisation.json'" in text
 
 
-def test_long_tables_are_cut_and_say_so(tmp_path: Path):
+@pytest.mark.parametrize("suffix", [".md", ".html"])
+def test_long_tables_are_whole_and_stand_beside_the_document_as_csv(tmp_path: Path, suffix: str):
     stored_answer(tmp_path / "in", rows=MOST_ROWS + 3)
-    target = Target(file=tmp_path / "out.md")
-    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
-    assert f"The first {MOST_ROWS} of {MOST_ROWS + 3} rows." in target.file.read_text()
+    target = Target(file=tmp_path / f"out{suffix}")
+    for _ in range(2):  # the second time over its own files
+        target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    text = target.file.read_text()
+    assert all(f"{9.953125 + row}" in text for row in range(MOST_ROWS + 3))
+    assert "out_files/accumulation-1.csv" in text
+    rows = (tmp_path / "out_files/accumulation-1.csv").read_text().splitlines()
+    assert len(rows) == 1 + MOST_ROWS + 3
 
 
 def test_a_plot_of_too_many_lines_is_left_out_in_words(tmp_path: Path):
@@ -176,21 +182,28 @@ def test_what_run_measured_is_read_without_being_named(tmp_path: Path):
     stored_answer(tmp_path / "writeup_data")
     done = stepscope("writeup", "--runs", tmp_path / "none", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "1 of 26 questions answered" in done.stdout
+    assert "1 of 33 questions answered" in done.stdout
 
 
-def test_a_sweep_of_the_whole_device_that_nothing_doubts_answers_before_others(tmp_path: Path):
-    """results/h200 holds sweeps of one question on a shared GPU, and within 80 GiB, beside clean ones."""
+def test_the_sweep_that_answers_a_question_best_is_asked(tmp_path: Path):
+    """results/h200 holds sweeps of one question on a shared GPU, and within 80 GiB, beside clean ones; sweeps of many
+    choices, in which a few cells are compiled; sweeps with captures and without."""
     material = gather([str(ROOT / "results/h200")], tmp_path)
     found = {one.question.id: one.answer for one in write_up(CS336, material).answered}
-    steps, bf16 = found["benchmarking-b"], found["precision-c"]
-    assert steps is not None and "allowed" not in steps.device
-    assert [row[:2] for row in steps.tables[0].rows[-2:]] == [("2.7B", "512"), ("2.7B", "1024")]
-    assert "standard deviation of a phase is" in steps.tables[0].notes[0].text
-    assert bf16 is not None and not any(row[-1] for row in bf16.tables[0].rows)
-    lengths, kept = found["benchmarking-lengths"], found["memory-d"]
-    assert lengths is not None and "None of these 10 cells runs out" in lengths.tables[0].notes[0].text
+    lengths = found["benchmarking-lengths"]
+    assert lengths is not None
+    assert lengths.tables[0].notes[0].text == "Out of memory: xl-b4-s1024-fp32-train, 2.7B-b4-s1024-fp32-train."
+    assert "80.00 GiB of its memory allowed" in lengths.device
+    steps, bf16, peaks, kept = (found[name] for name in ("benchmarking-b", "precision-c", "memory-c", "memory-d"))
+    assert steps is not None and "standard deviation of a phase is" in steps.tables[0].notes[0].text
+    assert [row[:3] for row in steps.tables[0].rows[-1:]] == [("2.7B", "1024", "OOM")]
+    assert bf16 is not None and any("product" in column for table in bf16.tables for column in table.columns)
+    assert peaks is not None and "allowed" not in peaks.device
     assert kept is not None and "nothing here was measured" in kept.tables[0].notes[0].text
+    assert "tf32" not in kept.tables[0].notes[0].text
+    compiled, out = found["compile-b"], found["memory-f"]
+    assert compiled is not None and all(row[0] for row in compiled.tables[0].rows)
+    assert out is not None and "xl-b4-s1024-fp32-train" in out.tables[0].notes[0].text
 
 
 def test_a_table_without_a_figure_is_no_answer(tmp_path: Path):
@@ -223,7 +236,7 @@ def test_a_folder_without_runs_yet_names_a_command_for_each_question(tmp_path: P
     (tmp_path / "empty").mkdir()
     for arguments in ((), (tmp_path / "empty",)):
         done = stepscope("writeup", *arguments, cwd=tmp_path)
-        assert done.returncode == 0 and "0 of 26 questions answered" in done.stdout, done.stderr
+        assert done.returncode == 0 and "0 of 33 questions answered" in done.stdout, done.stderr
         assert "stepscope study warmup" in (tmp_path / "writeup.md").read_text()
         assert "--run measures them all" in done.stderr
 
