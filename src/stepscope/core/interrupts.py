@@ -6,7 +6,7 @@
   within half a second of the first are the same request, as from a held key, or from a terminal and a supervisor.
 - `keeping()`, while measurements must not be lost: the first signal raises KeyboardInterrupt, others do nothing.
 - `held()`, while results are written: a signal does nothing at first; `check()` raises later.
-- `told()`, in an event loop: a signal calls a callback.
+- `notifying()`, in an event loop: a signal calls a callback.
 - `leaving()`, after the last line of output: a signal ends the process at once, without another line.
 
 While Python shuts down, nothing is left to save. After an earlier signal, more signals do nothing then, so that the

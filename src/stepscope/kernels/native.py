@@ -489,7 +489,7 @@ class Watched:
     """A call that is watched: its tensors, and its launches."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        """given: the tensors that the pass is given, by their numbers."""
+        """inputs: the tensors that the pass is given, by their numbers."""
         self._inputs = list(inputs)
         self._mode = _Allocations()
         self._launched: list[tuple[Any, tuple[int, ...], tuple[object, ...]]] = []

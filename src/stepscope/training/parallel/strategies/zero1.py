@@ -67,10 +67,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._local_optimizer is None:
             self._local_optimizer = self._make([mine], **self._kwargs)
             self.state = self._local_optimizer.state
-            self.defaults = {
-                **self._local_optimizer.defaults,
-                **self.defaults,
-            }  # where a scheduler looks for what it may change
+            # A scheduler looks here for what it may change.
+            self.defaults = {**self._local_optimizer.defaults, **self.defaults}
         else:
             self._local_optimizer.add_param_group(mine)
         for name, value in self._local_optimizer.param_groups[-1].items():
