@@ -45,6 +45,7 @@ def test_a_run_is_judged_before_the_process_can_be_killed_and_its_place_is_where
 ):
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    killed = None
     with stepscope.watch(model, optimizer, steps=(3, 8), runs=tmp_path / "runs") as watched:
         for step in range(12):
             train_step(model, optimizer)
@@ -53,7 +54,7 @@ def test_a_run_is_judged_before_the_process_can_be_killed_and_its_place_is_where
                 (file,) = (tmp_path / "runs").glob("*/run.json")
                 killed = load_run(file)
                 shutil.rmtree(tmp_path / "runs")
-    assert killed.finding("rest-is-large") is not None and killed.summary
+    assert killed is not None and killed.finding("rest-is-large") is not None and killed.summary
     assert killed.evidence.notes == ("what follows these steps, which is written once it is over",)
     assert watched.run is not None and watched.run.finding("rest-is-large") and not watched.run.evidence.notes
     refused, soon, end = capsys.readouterr().err.splitlines()

@@ -42,7 +42,7 @@ from stepscope.runs.tables import Statistic, TableQuery, answer_table, build_rec
 from stepscope.traces.kernels.families import explain_kernel
 from stepscope.traces.kernels.names import kernel_label
 
-PLAIN = {"attention": "reference", "compile": "eager", "checkpointing": "none"}
+PLAIN: dict[str, Any] = {"attention": "reference", "compile": "eager", "checkpointing": "none"}
 """The choices of a step of which the first questions ask."""
 
 
@@ -306,7 +306,7 @@ def _largest(material: Material) -> tuple[Run, TextbookWorkload] | None:
     return max(steps, key=size, default=None)
 
 
-def _both(material: Material, field: str, base: str, **wanted: str) -> list[list[Found]]:
+def _both(material: Material, field: str, base: str, **wanted: Any) -> list[list[Found]]:
     """The folders in which some runs have the base's value of a field, and others another; most values first."""
     folders = [(runs, {getattr(run.workload, field) for run, _ in runs}) for runs in material.folders(**wanted)]
     kept = [(runs, values) for runs, values in folders if {base} < values and _pairs(runs, field, base)]
