@@ -196,8 +196,8 @@ class Reporting:
         self.loop: LoopStep | None = None
         self.stopwatch = Stopwatch(marks_for(device, 0))
 
-    def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:
-        self.loop = found
+    def stages_for(self, loop: LoopStep, first_step: int) -> Sequence[Stage]:
+        self.loop = loop
         # The stage begins with the second step, and ends after those that are timed, which reading them would delay.
         end = first_step + UNTIMED + self._steps
         return [TimedSteps(self.stopwatch, Settings(steps_floor=1), between=(first_step, end))]
