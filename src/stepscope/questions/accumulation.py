@@ -145,18 +145,19 @@ def _results(title: str, sums: list[_Sum]) -> Table:
 
 
 def _running(each: float, sums: list[_Sum]) -> Table:
-    """The sums in turn after 1, 2, 5, 10, 20 ... addends, and how far each is off."""
-    plain = [case for case in sums if case.plain]
-    count = plain[0].count
-    powers = (10**power for power in range(len(str(count))))
+    """The sums in turn after each of the first addends, then after 10, 20, 50, 100 ..., and how far each is off."""
+    shown = {case.accumulator: case for case in sums if case.plain}
+    mixed = next(case for case in sums if (case.accumulator, case.addend, case.method) == ("fp32", "fp16", "in turn"))
+    shown["fp32 of fp16"] = mixed  # as a matrix unit adds
+    count = mixed.count
+    powers = (10**power for power in range(1, len(str(count))))
     places = [number for power in powers for number in (power, 2 * power, 5 * power) if number < count]
     rows: list[tuple[Cell, ...]] = []
-    for number in (*places, count):
+    for number in (*range(1, min(10, count)), *places, count):
         exact = number * each
-        reached = [case.running[number - 1] for case in plain]
+        reached = [case.running[number - 1] for case in shown.values()]
         rows.append((number, exact, *reached, *(float(f"{100 * (value / exact - 1):.3g}") for value in reached)))
-    names = [case.accumulator for case in plain]
-    columns = ("addends", "exact sum", *(f"in {name}" for name in names), *(f"{name} off by, %" for name in names))
+    columns = ("addends", "exact sum", *(f"in {name}" for name in shown), *(f"{name} off by, %" for name in shown))
     return Table(title=f"Running sum, addend {each}", columns=columns, rows=tuple(rows))
 
 

@@ -408,6 +408,8 @@ class AutocastRecord:
     loss: str
     loss_value: float
     casts: Casts
+    state: tuple[str, ...]
+    """Dtypes of AdamW's moments, after a step by these gradients; its updates have the parameters' own dtype."""
 
 
 def record(model: ModelWithLoss, device: torch.device, low: torch.dtype) -> AutocastRecord:
@@ -440,7 +442,19 @@ def record(model: ModelWithLoss, device: torch.device, low: torch.dtype) -> Auto
         loss=dtype_name(loss.dtype),
         loss_value=loss.item(),
         casts=casts,
+        state=_state_of_adamw(module),
     )
+
+
+def _state_of_adamw(module: nn.Module) -> tuple[str, ...]:
+    """The dtypes of the moments that a step of AdamW makes. Its learning rate is zero: no parameter changes."""
+    trained = [p for p in module.parameters() if p.grad is not None and not p.grad.is_sparse and p.is_floating_point()]
+    if not trained:
+        return ()
+    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
+    optimizer.step()
+    moments = (state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
+    return tuple(dict.fromkeys(dtype_name(moment.dtype) for moment in moments))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -495,7 +509,13 @@ def dtypes_found(model: ModelWithLoss, recording: AutocastRecord, dtype: str) ->
         f"Inside the region the {inside.total()} parameters are {_counted(inside)}, and the gradients "
         f"{_counted(gradients)}{tail}: "
         + ("each gradient has its parameter's dtype" if same else "not every gradient has its parameter's dtype")
-        + f". The loss is {recording.loss}, of an output in {' and '.join(recording.output) or 'no tensor'}.",
+        + f". The loss is {recording.loss}, of an output in {' and '.join(recording.output) or 'no tensor'}."
+        + (
+            f" AdamW's moments are {' and '.join(recording.state)}, and it updates the parameters in their own dtype: "
+            "autocast does not reach the optimizer."
+            if recording.state
+            else ""
+        ),
         {
             **{f"parameters_{name}": number for name, number in inside.items()},
             **{f"gradients_{name}": number for name, number in gradients.items()},
@@ -731,8 +751,14 @@ def tree_table(model: ModelWithLoss, recording: AutocastRecord, title: str) -> T
                 rows[0] = (f"{indent}  {members[0]} to {members[-1]}, each", *rows[0][1:])
             yield from rows
 
-    last = ("loss", model.user_module.loss_name, None, None, ", ".join(recording.output), recording.loss, None)
-    return Table(title=title, columns=COLUMNS, rows=(*rows_of(type(whole).__name__, whole, "", 0), last))
+    last: list[Row] = [
+        ("loss", model.user_module.loss_name, None, None, ", ".join(recording.output), recording.loss, None)
+    ]
+    if recording.state:
+        updated = ", ".join(dict.fromkeys(d for n, d in recording.inside.items() if recording.gradients[n] is not None))
+        last.append(("optimizer state", "AdamW's moments", None, ", ".join(recording.state), None, None, None))
+        last.append(("update", "AdamW, outside of the region", None, updated, None, None, None))
+    return Table(title=title, columns=COLUMNS, rows=(*rows_of(type(whole).__name__, whole, "", 0), *last))
 
 
 def _join(path: str, name: str) -> str:

@@ -183,6 +183,7 @@ def norm_findings(
     limits: list[NormLimits], by_scale: list[NormCase], by_width: list[NormCase], by_epsilon: list[NormCase]
 ) -> Iterator[Finding]:
     """Findings on squares and epsilon in each format, where each way breaks, the width, and what upcasting mends."""
+    yield from _verdict(limits, by_scale)
     for limit in limits:
         largest = FORMATS[limit.format].largest
         yield note(
@@ -202,6 +203,40 @@ def norm_findings(
         for name in answers.FEW_BITS:
             yield from _growth([case for case in of_norm(by_width, norm) if case.format == name])
     yield from _safe(by_scale)
+
+
+def _verdict(limits: list[NormLimits], by_scale: list[NormCase]) -> Iterator[Finding]:
+    """In a sentence for each 16-bit format: is it the range, or the precision, for which LayerNorm wants fp32?"""
+    wide = next((limit for limit in limits if limit.format == "fp32"), None)
+    layer_norms = [case for case in of_norm(by_scale, "LayerNorm") if case.way in (MEAN, UPCAST)]
+    if wide is None:
+        return
+    for limit in (limit for limit in limits if limit.format != "fp32"):
+        sound = {
+            way: [case.output.error for case in layer_norms if (case.format, case.way) == (limit.format, way)
+                  and not case.output.broken and not case.spread.broken]
+            for way in (MEAN, UPCAST)
+        }  # fmt: skip
+        if not sound[MEAN] or not sound[UPCAST]:
+            continue
+        off, upcast = max(sound[MEAN]), max(sound[UPCAST])
+        range_too = limit.overflows_at < math.sqrt(wide.overflows_at)
+        range_words = (
+            f"range, yes: a square overflows from {limit.overflows_at:.4g} on, which activations and sums over a width "
+            "reach"
+            if range_too
+            else f"range, no: a square is finite up to {limit.largest_square_of:.2g}, as in fp32"
+        )
+        loses = off > 1.5 * upcast
+        precision = (
+            f"precision, {'yes' if loses else 'no'}: wherever it does not break, the output is off by up to {off:.2g}, "
+            f"and by {upcast:.2g} with statistics in fp32"
+        )
+        yield note(
+            "layer-norm-verdict",
+            f"Does LayerNorm in {limit.format} want fp32? For {range_words}. For {precision}.",
+            {"format": limit.format, "range": range_too, "precision": loses, "error": off, "upcast": upcast},
+        )
 
 
 def _overflow(cases: list[NormCase]) -> Iterator[Finding]:
