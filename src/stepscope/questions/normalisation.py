@@ -235,7 +235,7 @@ def _verdict(limits: list[NormLimits], by_scale: list[NormCase]) -> Iterator[Fin
         yield note(
             "layer-norm-verdict",
             f"Does LayerNorm in {limit.format} want fp32? For {range_words}. For {precision}.",
-            {"format": limit.format, "range": range_too, "precision": loses, "error": off, "upcast": upcast},
+            {"format": limit.format, "range": int(range_too), "precision": int(loses), "error": off, "upcast": upcast},
         )
 
 

@@ -71,6 +71,13 @@ def test_toy_under_fp16_on_a_gpu():
     assert {(row["dtype"], row["gradient"]) for row in weights} == {("fp32", "fp32")}
 
 
+def test_the_optimizer_is_out_of_autocasts_reach(toy: Answer):
+    rows = tree(toy)
+    assert (rows["optimizer state"]["dtype"], rows["update"]["dtype"]) == ("fp32", "fp32")
+    half = tree(study_autocast(dtype="bf16", device="cpu", factory=None, model="tiny"))
+    assert half["optimizer state"]["dtype"] == "fp32"
+
+
 def test_toy_keeps_copies_of_its_two_matrices(toy: Answer):
     assert casts(toy) == {
         "one forward": (2, 2), "two forwards in one region": (2, 2), "the same, cache off": (4, 2),

@@ -158,6 +158,8 @@ def test_the_error_grows_with_the_width_only_where_sums_are_rounded(found: Answe
 
 def test_sentences_quote_the_tables(found: Answer):
     kinds = {finding.kind for finding in found.findings}
+    verdicts = [finding.evidence for finding in found.findings if finding.kind == "layer-norm-verdict"]
+    assert [(one["format"], one["range"], one["precision"]) for one in verdicts] == [("fp16", 1, 1), ("bf16", 0, 1)]
     assert kinds >= {"squares-overflow", "norm-overflows", "epsilon", "squares-vanish", "epsilon-vanishes", "width"}
     table = cells(found.table("RMSNorm: error of the mean of squares by the width"))
     for finding in found.findings:
