@@ -1,4 +1,4 @@
-"""The keys of --json of studies, and of verbs given more than tests/cli/test_output_options.py gives them."""
+"""The keys of --json of studies, and of verbs given more than tests/app/cli/test_output_options.py gives them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The ways in which several ranks share a training step: a record for each file of training/parallel/strategies/.
+"""The ways in which several ranks share a training step: a record for each function of training/parallel/strategies/.
 
 Bytes are those that one rank sends for the gradients and the parameters of a step, P bytes of either, by the ring
 algorithms that the collectives' lower bounds are of (Patarasuk and Yuan 2009; nccl-tests, doc/PERFORMANCE.md): an

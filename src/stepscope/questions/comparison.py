@@ -2,7 +2,7 @@
 
 Every study that compares runs does it here. A study says what differs (a subclass of ComparedRun) and what it asks of
 two runs (a subclass of Pair). What must be the same, which of several runs stands for a cell, which runs make a pair
-and what is missing are decided once, in `compare`.
+and what is missing are decided once, in `compare_runs`.
 """
 
 import contextlib

@@ -469,8 +469,8 @@ def _shown(case: NormCase, field: str) -> Deviation:
 
 # RMSNorm and LayerNorm in few bits on the inputs that a model's own norms get in a step.
 #
-# A step in fp32 runs forward, and what each norm reads is kept. Each way to normalise (`cases.py`) then gets those rows
-# in each format, without the norm's weights, and is held against float64.
+# A step in fp32 runs forward, and what each norm reads is kept. Each way to `normalise` then gets those rows in each
+# format, without the norm's weights, and is held against float64.
 
 
 TRIED = (SUM, MEAN, UPCAST, BUILT_IN)

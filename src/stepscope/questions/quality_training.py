@@ -1,6 +1,6 @@
 """Training in every precision from the same initial parameters, with the same batches and the same learning rates.
 
-`train` is of the textbook's model; `study.py` gives the same loop a module of the user's own.
+`train` is of the textbook's model; `OwnTraining` gives the same loop a module of the user's own.
 
 fp32, tf32, bf16 and fp16 have parameters in fp32; the latter two run forward under autocast. fp16's loss is scaled by a
 DynamicLossScaler; fp16-unscaled's is not. fp8 and fp8-row are as bf16, with products of 8 bits in the blocks. bf16-pure
@@ -487,7 +487,7 @@ def judged_runs(
 
 # Trains by a whole step, made of the choices that `run` has: does the fast step train as the textbook's does?
 #
-# A variant of `training.py` is a precision, in the plainest code. Here forward, backward and the update are those that
+# A Variant is a precision, in the plainest code. Here forward, backward and the update are those that
 # `run` measures, with their kernels, compiler, optimizer and CUDA graphs; start, batches and learning rates are those
 # of every other run. Under a graph the learning rate is a tensor, which each replay reads.
 

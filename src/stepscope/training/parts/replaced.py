@@ -1,7 +1,7 @@
 """Lets modules of a user's own model be computed by other kernels, where they compute the same.
 
 A norm is a module with one weight (M) and an epsilon; a SwiGLU has three linear layers: gate, up and down; a loss is a
-causal language model of Hugging Face's (`language_loss.py`). What it is called says nothing: before it is replaced, a
+causal language model of Hugging Face's (`LanguageModel`). What it is called says nothing: before it is replaced, a
 module is held against its replacement, forward and backward, on random numbers, by the bounds of the gate
 (`gate.py`): at several shapes, in its own dtype, and under autocast where its weights are fp32. Weights of norms and
 SwiGLUs are random there, too, since fresh norms are all ones. What differs is left, and named. Of modules that are

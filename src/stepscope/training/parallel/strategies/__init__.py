@@ -1,1 +1,1 @@
-"""Ways in which ranks share a step: one a file, with a function `spread`; its record is in core/strategies.py."""
+"""Ways in which ranks share a step: each a function of its name; its record is in core/strategies.py."""
