@@ -1,4 +1,8 @@
-"""The answer of a bench: right or wrong first, then who is faster and how sure that is, beside what the device can."""
+"""The answer of a bench: right or wrong first, then who is faster and how sure that is, beside what the device can.
+
+On the way to it: `bench_inputs.py` reads --shape and --size, `bench_functions.py` finds the functions and makes the
+Asked, `bench_calls.py` judges and times (`run_bench`), and `bench_result.py` has what it found, a Bench.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
