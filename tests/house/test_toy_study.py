@@ -40,9 +40,7 @@ def study_toy(*, terms: Terms = 4, device: str = "cpu") -> Answer:
     )
 
 
-QUESTION = Question(
-    "toy", study_toy, examples=("stepscope study toy --terms 8", "stepscope study toy --save toy.svg")
-)
+QUESTION = Question("toy", study_toy, examples=("--terms 8", "--save toy.svg"))
 '''
 
 LINES = {
