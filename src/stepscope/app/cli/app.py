@@ -172,7 +172,7 @@ def _next_commands() -> list[tuple[str, str]]:
 
 
 @app.callback()
-def _root(version: bool = typer.Option(False, "--version", help="Say the version.")) -> None:
+def _root(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
     pass
 
 
