@@ -63,6 +63,7 @@ def test_shapes_are_read_as_they_are_written():
     # Equal sizes stay equal, small ones stay as they are, and no tile divides an odd one.
     assert shape_words(smaller(sized, 128)) == "2x8x128x64*3,mask=128x128:bool"
     assert shape_words(odd(sized, 256)) == "2x8x249x64*3,mask=249x249:bool"
+    assert shape_words(odd(parse_shape("1x2x64x32*3"), 256)) == "1x2x63x32*3", "the largest, where none is large"
     logits = parse_shape("4096x50257,4096:int64<50257")
     cut = odd(logits, 512)
     assert cut[1].shape[0] == cut[0].shape[0] and cut[1].below == cut[0].shape[1]
@@ -499,6 +500,15 @@ def test_a_kernel_is_found_behind_whatever_holds_it():
     closing = closing_over(KERNEL)
     for held in (operator, Called(), Called().__call__, closing, torch.no_grad()(closing), functools.partial(closing)):
         assert any(one is KERNEL for one in reached_by(held)), held
+
+
+def softmax(x: Tensor) -> Any:
+    return KERNEL.fn(x)
+
+
+def test_a_method_of_a_tensor_is_not_the_files_function_of_its_name():
+    assert any(one is KERNEL for one in reached_by(softmax))
+    assert not any(one is KERNEL for one in reached_by(lambda x: x.softmax(-1)))
 
 
 @pytest.mark.parametrize("name", ["softmax", "flash"])

@@ -547,7 +547,8 @@ class _Room:
             return
         specs = tuple(spec.sized(sizes) for spec in asked.specs)
         draw = lambda some: draw_call(some, DTYPES[asked.dtype], self.device, asked.arguments)  # noqa: E731
-        yield from variations(draw(smaller(specs, most)), draw(odd(specs, most)))
+        small_specs, odd_specs = smaller(specs, most), odd(specs, most)
+        yield from variations(draw(small_specs), draw(odd_specs) if odd_specs != small_specs else None)
 
     def _case(self, label: str, call: Call) -> Case | str:
         """The case, or why nobody can be judged by it. Raises InputError where the reference does not run at all."""

@@ -137,11 +137,15 @@ def smaller(specs: Sequence[TensorSpec], most: int) -> tuple[TensorSpec, ...]:
 
 
 def odd(specs: Sequence[TensorSpec], most: int) -> tuple[TensorSpec, ...]:
-    """The tensors with every size above 64 made odd, and none above `most`. Sizes that are equal stay equal."""
+    """The tensors with every size above 64 made odd, or where there is none the largest, and none above `most`. Sizes
+    that are equal stay equal."""
     changes: dict[int, int] = {}
-    for size in sorted(_sizes(specs)):
+    sizes = sorted(_sizes(specs))
+    for size in sizes:
         number = min(size, most) - 1 - 2 * len(changes)
         changes[size] = size if size <= _LINKED else number - (number % 2 == 0)
+    if sizes and changes[sizes[-1]] == sizes[-1] > 2:
+        changes[sizes[-1]] = sizes[-1] - 1 - sizes[-1] % 2
     return _changed(specs, changes)
 
 

@@ -6,6 +6,7 @@ is for the gates (`attention/gate.py`, `parts/gate.py`).
 """
 
 import contextlib
+import dis
 import functools
 import importlib
 import inspect
@@ -357,13 +358,14 @@ def reached_by(function: Any) -> Iterator[Any]:
             methods = [getattr(value, "__func__", value) for value in vars(one).values()]
             waiting += [method for method in methods if inspect.isfunction(method)]
         elif inspect.isfunction(one):
-            names = _names_in(one.__code__)
+            names = list(_names_in(one.__code__, _OF_GLOBALS))
             near = [one.__globals__[name] for name in names if name in one.__globals__]
             for cell in one.__closure__ or ():
                 with contextlib.suppress(ValueError):  # it is empty
                     near.append(cell.cell_contents)
             modules = [value for value in near if inspect.ismodule(value) and _is_of_user(value)]
-            near += [getattr(module, name) for module in modules for name in names if hasattr(module, name)]
+            members = list(_names_in(one.__code__, _OF_MEMBERS))
+            near += [getattr(module, name) for module in modules for name in members if hasattr(module, name)]
             waiting += [value for value in near if _holds_another(value) or _is_of_user(value)]
         elif _holds_another(one):
             waiting += [getattr(one, name) for name in _HOLDERS if hasattr(one, name)]
@@ -379,10 +381,19 @@ def _holds_another(value: Any) -> bool:
     return not inspect.isfunction(value) and any(hasattr(value, name) for name in _HOLDERS)
 
 
-def _names_in(code: CodeType) -> list[str]:
-    """The names that a function's code has, and the functions written inside it."""
-    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names_in(const)]
-    return [*code.co_names, *inner]
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+_OF_MEMBERS = ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM")
+"""Instructions that read a global, and a member: `scores.softmax(-1)` does not name the file's own `softmax`."""
+
+
+def _names_in(code: CodeType, instructions: tuple[str, ...]) -> Iterator[str]:
+    """The names that these instructions of a function's code read, and of the functions written inside it."""
+    for one in dis.get_instructions(code):
+        if one.opname in instructions:
+            yield str(one.argval)
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names_in(const, instructions)
 
 
 def _is_of_user(value: Any) -> bool:
