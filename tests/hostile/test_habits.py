@@ -387,7 +387,7 @@ def test_44_checkpointing_beside_free_memory(tmp_path: Path):
     assert share == pytest.approx(blocks / (blocks + others)), "by the products of the four blocks"
     known = run.evidence.habits
     assert known is not None and known.again_flops == 2 * 2 * 64 * blocks
-    # Of each block the product, relu and their sum are made again, at most; the sum is left out, since nobody needs it.
+    # A checkpointed block runs its product and its relu again, and perhaps their sum, which backward does not need.
     assert 2 * 4 * 2 * 64 * 256 * 4 <= known.again_bytes <= 2 * 4 * 3 * 64 * 256 * 4
     full = msgspec.structs.replace(known, free_bytes=known.again_bytes)
     evidence = msgspec.structs.replace(run.evidence, habits=full)

@@ -8,7 +8,7 @@ import pytest
 from stepscope.core.answer import Answer
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run
-from stepscope.questions.kernels import MISSING, CapturedCell, answer_kernels, longest_of_both
+from stepscope.questions.kernels import MISSING, CapturedCell, _price_of_profiling, answer_kernels, longest_of_both
 from stepscope.traces.captures.digest import (
     FamilyRow,
     RoofRow,
@@ -190,7 +190,7 @@ def test_what_grows_faster_than_the_tokens_is_said_to_work_on_the_scores():
     assert "What grows faster than the 4 times as many tokens works on the scores" in sentence
     assert not answer_kernels([captured(64, 10, 50)], "c").findings
     even = answer_kernels([captured(64, 10, 50), captured(256, 40, 200)], "c").findings[0].sentence
-    assert "None grows faster than the tokens do" in even
+    assert "None grows much faster than the tokens do, 4 times." in even
 
 
 def test_the_host_sets_the_time_where_kernels_fill_little_of_it():
@@ -211,3 +211,12 @@ def test_a_ranking_of_both_phases_is_as_long_as_what_was_kept_tells():
     made = msgspec.structs.replace(digest(FORWARD, phase("backward", 200, 160, 8)), top=rows)
     table = answer(made, "j").tables[0]
     assert [row[1:3] for row in table.rows] == [(1, "b"), (2, "a"), (3, "c")]
+
+
+def test_the_price_of_profiling_is_said_as_it_was_measured():
+    """A kernel of the short step costs 2 us more, one of the long step a tenth of that, hidden behind the device."""
+    added = [(2e-6, 4e-6, "short"), (2e-7, 1e-4, "long")]
+    sentence = _price_of_profiling(added).sentence
+    assert "adds 200 ns to 2 us to each kernel" in sentence
+    assert "is slowed 1.50 times" in sentence and "(long) 1.00 times: small models" in sentence
+    assert "small models" not in _price_of_profiling([(2e-7, 4e-6, "short"), (1e-4, 1e-4, "long")]).sentence

@@ -237,14 +237,15 @@ def _times(letter: str, cells: list[CapturedCell]) -> _Part:
 def _price_of_profiling(added: list[tuple[float, float, str]]) -> Finding:
     """Why small models are slowed most. added: seconds that the profiler adds to a kernel, and that a kernel has of the
     step without it, by cell."""
-    middle = statistics.median(seconds for seconds, _, _ in added)
-    shortest, longest = min(added, key=lambda one: one[1]), max(added, key=lambda one: one[1])
+    prices = sorted(seconds for seconds, _, _ in added)
+    middle = statistics.median(prices)
+    ends = [pick(added, key=lambda one: one[1]) for pick in (min, max)]
+    (short, long), (slowed, less) = ends, [1 + price / plain for price, plain, _ in ends]
     sentence = (
-        "The profiler's price is one of launches, whatever a kernel computes: "
-        f"{format_seconds(middle)} a kernel in the middle of these cells. "
-        f"A step that has {format_seconds(shortest[1])} to a kernel ({shortest[2]}) is slowed "
-        f"{1 + shortest[0] / shortest[1]:.2f} times, one that has {format_seconds(longest[1])} ({longest[2]}) "
-        f"{1 + longest[0] / longest[1]:.2f} times: so small models differ most."
+        f"The profiler adds {format_seconds(prices[0])} to {format_seconds(prices[-1])} to each kernel, "
+        f"{format_seconds(middle)} in the middle of these cells. A step that has {format_seconds(short[1])} to a "
+        f"kernel ({short[2]}) is slowed {slowed:.2f} times, one that has {format_seconds(long[1])} ({long[2]}) "
+        f"{less:.2f} times{': small models, whose kernels are short, differ most' if slowed > less else ''}."
     )
     return note("price-of-profiling", sentence, {"seconds a kernel": middle})
 
@@ -360,7 +361,7 @@ def _growth(cells: list[CapturedCell]) -> tuple[Finding, ...]:
         f" What grows faster than the {longer:.3g} times as many tokens works on the scores of attention, which are "
         "sequence x sequence numbers."
         if faster
-        else " None grows faster than the tokens do: at these lengths launches, and reads of weights, still take most."
+        else f" None grows much faster than the tokens do, {longer:.3g} times."
     )
     sentence = (
         f"From {span[0]:,} to {span[1]:,} tokens a sequence, over {counted(len(alike), 'pair')} of cells, forward "
