@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from stepscope.core.errors import InputError
-from stepscope.core.model_config import PRESETS, ModelConfig, configure
+from stepscope.core.model_config import EDITIONS, PRESETS, ModelConfig, configure, editions_apart
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import TextbookWorkload
@@ -51,6 +51,25 @@ def test_the_remedy_for_heads_really_divides():
 def test_unknown_model_lists_the_known():
     with pytest.raises(InputError, match=r"unknown model 'smal'.*small, medium"):
         configure("smal")
+
+
+def test_an_editions_name_means_the_preset_of_its_sizes():
+    # Table 1 of the handouts, versions 1.0.5 and 26.1.1: d_model, d_ff, layers, heads.
+    xl = configure("cs336-2026-xl")
+    assert xl is configure("2.7B") and (xl.d_model, xl.d_ff, xl.layers, xl.heads) == (2560, 10240, 32, 32)
+    older, ten = configure("cs336-2025-xl"), configure("cs336-2026-10B", layers=2)
+    assert (older.d_model, older.d_ff, older.layers, older.heads) == (1600, 6400, 48, 25)
+    assert (ten.name, ten.d_model, ten.d_ff, ten.heads) == ("10B+layers2", 4608, 12288, 36)
+    with pytest.raises(InputError, match=r"unknown model of cs336-2026 '2\.7B': choose one of small, medium"):
+        configure("cs336-2026-2.7B")
+
+
+def test_a_name_that_editions_use_differently_says_so_and_no_other_does():
+    said = {name: editions_apart(name) for names in (*EDITIONS.values(), PRESETS) for name in names}
+    assert {name for name, sentence in said.items() if sentence} == {"xl"}
+    assert said["xl"].startswith("xl is that of cs336-2025 (cs336-2025-xl), with 1600 x 6400, 48 layers")
+    assert said["xl"].endswith("that of cs336-2026 has 2560 x 10240, 32 layers: name it cs336-2026-xl")
+    assert editions_apart("cs336-2025-xl") == ""
 
 
 def test_equal_workloads_share_a_key_and_others_do_not():

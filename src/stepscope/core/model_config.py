@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypedDict, Unpack, get_args, get_type_hints
 
 import msgspec
 
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, choose
 from stepscope.core.files import identity_of
 from stepscope.core.options import MODEL, Option
 
@@ -165,6 +165,34 @@ PUBLIC_SHAPES: dict[str, ModelConfig] = _shapes(
 """Sizes that others published (Llama 3: Grattafiori et al. 2024, table 3), by name. They are no presets: lists of what
 is measured here leave them out."""
 
+_SMALL_ONES = {name: name for name in ("small", "medium", "large")}
+EDITIONS: dict[str, dict[str, str]] = {
+    "cs336-2025": {**_SMALL_ONES, "xl": "xl", "2.7B": "2.7B"},
+    "cs336-2026": {**_SMALL_ONES, "xl": "2.7B", "8B": "8B", "10B": "10B"},
+}
+"""Editions of Stanford CS336's assignment 2: the models of each by its own name, with the preset that they are here
+(table 1 of the handouts 1.0.5 and 26.1.1; 8B is of the latter's section 9)."""
+
+
+def of_edition(name: str) -> str:
+    """The preset that an edition's model is, as 2.7B for `cs336-2026-xl`; any other name as it is. Raises InputError
+    for a model that the edition does not have."""
+    for edition, models in EDITIONS.items():
+        if name.startswith(f"{edition}-"):
+            return models[choose(name.removeprefix(f"{edition}-"), tuple(models), f"model of {edition}")]
+    return name
+
+
+def editions_apart(name: str) -> str:
+    """Which model a preset's name means here, where an edition has another of that name, in a sentence; else empty."""
+    presets = {edition: PRESETS[models[name]] for edition, models in EDITIONS.items() if name in models}
+    if name not in PRESETS or all(preset.name == name for preset in presets.values()):
+        return ""
+    ours, *others = sorted(presets, key=lambda edition: presets[edition].name != name)
+    sizes = {edition: f"{p.d_model} x {p.d_ff}, {p.layers} layers" for edition, p in presets.items()}
+    other = "; ".join(f"that of {one} has {sizes[one]}: name it {one}-{name}" for one in others)
+    return f"{name} is that of {ours} ({ours}-{name}), with {sizes[ours]}; {other}"
+
 
 _OF_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """A name as models have it on Hugging Face's hub."""
@@ -187,9 +215,10 @@ def choose_model(name: str, known: Sequence[str]) -> str:
 
 
 def configure(preset: str, **overrides: Unpack[ModelOptions]) -> ModelConfig:
-    """The preset with the given sizes replaced; raises InputError on an unknown name or impossible sizes."""
+    """The preset, also by an edition's name of it, with the given sizes replaced; raises InputError on an unknown name
+    or impossible sizes."""
     known = {**PRESETS, **PUBLIC_SHAPES}
-    base = known[choose_model(preset, tuple(known))]
+    base = known[choose_model(of_edition(preset), tuple(known))]
     changed: dict[str, Any] = {
         field: size for field, size in overrides.items() if size is not None and size != getattr(base, field)
     }

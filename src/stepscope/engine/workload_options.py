@@ -16,7 +16,15 @@ import msgspec
 from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING
 from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
-from stepscope.core.model_config import MODEL_OPTIONS, PRESETS, PUBLIC_SHAPES, ModelOptions, configure
+from stepscope.core.model_config import (
+    MODEL_OPTIONS,
+    PRESETS,
+    PUBLIC_SHAPES,
+    ModelOptions,
+    configure,
+    editions_apart,
+    of_edition,
+)
 from stepscope.core.options import (
     GIVEN,
     MEASURING,
@@ -58,10 +66,20 @@ from stepscope.core.workloads import (
 )
 from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest, combinations, grid
 
+_warn_once = functools.cache(warn)
+
 
 def norm_bound(text: str) -> float | str:
     """What `--clip` says: a number above zero, or none. Raises InputError for anything else."""
     return text if text == NO_CLIP else positive_number(text, "--clip")
+
+
+def model_names(text: str) -> str:
+    """What `--model` says, one name or several by commas, with presets for what an edition of an assignment calls them.
+    Which of two models a name means that editions use differently is said on stderr, once."""
+    for sentence in filter(None, map(editions_apart, text.split(","))):
+        _warn_once(sentence)
+    return ",".join(map(of_edition, text.split(",")))
 
 
 _WITH_PARTS = ("run", "sweep", "fit", "tune")
@@ -75,11 +93,12 @@ _ANY_MODEL = (*_WITH_PARTS, "study compile", "study speed", "study underflow", "
               "study shadow")  # fmt: skip
 
 OPTIONS = (
-    Option("A preset.", MODEL, "model", str, choices=tuple(PRESETS)),
+    Option("A preset, or what an edition calls it, as in cs336-2026-xl.", MODEL, "model", model_names,
+           choices=tuple(PRESETS)),
     Option("A preset, or the config.json of a Hugging Face model, which gets random weights: nothing is downloaded.",
-           MODEL, "model", str, choices=tuple(PRESETS), verbs=_ANY_MODEL),
-    Option("A preset, or a shape that others published.", MODEL, "model", str, choices=(*PRESETS, *PUBLIC_SHAPES),
-           verbs=("plan",)),
+           MODEL, "model", model_names, choices=tuple(PRESETS), verbs=_ANY_MODEL),
+    Option("A preset, or a shape that others published.", MODEL, "model", model_names,
+           choices=(*PRESETS, *PUBLIC_SHAPES), verbs=("plan",)),
     *MODEL_OPTIONS,
     Option("Tokens in a sequence.", WORKLOAD, "seq_len", int),
     Option("Sequences in a step.", WORKLOAD, "batch_size", int),
@@ -281,9 +300,6 @@ def _say_unmet(workload: FactoryWorkload) -> None:
     """Say on stderr, once each, what the workload's config.json asks for and its step does not do."""
     for sentence in unmet(workload):
         _warn_once(f"--model {workload.factory}: {sentence}")
-
-
-_warn_once = functools.cache(warn)
 
 
 def factory_arguments(factory: str | None, written: Sequence[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from stepscope.core.options import MEASURING, MODEL, NUMBERS, TRAINING, WORKLOAD
 from stepscope.core.workloads import is_configuration
 from stepscope.engine.request import Stage, Tell
 from stepscope.engine.user_code import answer_apart, ask_apart
-from stepscope.engine.workload_options import OneWorkload
+from stepscope.engine.workload_options import OneWorkload, model_names
 from stepscope.questions.question import Question
 
 _FUNCTIONS = {
@@ -229,8 +229,12 @@ SWALLOWED = Question(
 
 
 ToyOrModel = Annotated[
-    str | None, Option("A toy, a preset, or the config.json of a Hugging Face model.", MODEL, choices=("toy", *PRESETS))
-]
+    str | None,
+    Option(
+        "A toy, a preset, or the config.json of a Hugging Face model.", MODEL, takes=model_names,
+        choices=("toy", *PRESETS),
+    ),
+]  # fmt: skip
 AutocastDtype = Annotated[str, Option("", WORKLOAD, choices=("fp16", "bf16"))]
 Rules = Annotated[
     str | None,

@@ -29,6 +29,8 @@ def test_models_json_has_the_parameter_counts():
     listed = {row["name"]: row for row in json.loads(result.stdout)}
     assert {name: listed[name]["parameters"] for name in KNOWN} == KNOWN
     assert listed["2.7B"]["d_model"] == 2560 and listed["2.7B"]["head_dim"] == 80
+    assert {row["cs336-2026"]: name for name, row in listed.items() if row["cs336-2026"]}["xl"] == "2.7B"
+    assert (listed["xl"]["cs336-2025"], listed["xl"]["cs336-2026"]) == ("xl", None)
     assert (result.returncode, result.stderr) == (0, "")
 
 

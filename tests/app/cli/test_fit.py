@@ -60,7 +60,7 @@ def errors_of(found: Accuracy) -> list[float]:
 
 
 def test_the_contract_of_a_step_that_does_not_fit():
-    answer = said("--model", "xl", "--seq-len", 1024, "--memory", "80GiB")
+    answer = said("--model", "cs336-2025-xl", "--seq-len", 1024, "--memory", "80GiB")
     assert answer["fits"] is False
     assert list(answer)[:4] == ["fits", "peak_bytes", "categories", "plans"]
     assert answer["peak_bytes"] == sum(answer["categories"].values())
@@ -81,7 +81,7 @@ def test_the_contract_of_a_step_that_fits():
 
 def test_every_plan_is_a_command_that_fits():
     """What a plan says to add is added: the same command then says that it fits, at about the peak of the plan."""
-    command = ["--model", "xl", "--seq-len", 1024, "--memory", "80GiB"]
+    command = ["--model", "cs336-2025-xl", "--seq-len", 1024, "--memory", "80GiB"]
     for plan in said(*command)["plans"]:
         if plan["gpus"] == 1:
             answer = said(*command, *plan["options"].split())
@@ -157,9 +157,9 @@ def test_two_predictions_that_know_nothing_of_each_other_agree():
     ("golden", "options"),
     [
         ("fit.txt", "--model small --seq-len 512 --device H200"),
-        ("fit-not.txt", "--model xl --seq-len 1024 --memory 80GiB"),
+        ("fit-not.txt", "--model cs336-2025-xl --seq-len 1024 --memory 80GiB"),
         ("fit-tensors.txt", "--model small --dtype bf16 --attention sdpa --tensors"),
-        ("fit-sweep.txt", "--sweep --model small,xl,10B --memory 80GiB"),
+        ("fit-sweep.txt", "--sweep --model small,cs336-2025-xl,10B --memory 80GiB"),
         ("fit-against.txt", "--against results/h200/memory-limits"),
     ],
 )
@@ -274,10 +274,10 @@ def test_the_plots_in_the_documents_are_drawn_from_the_runs(tmp_path: Path):
 
 
 def test_models_that_cannot_have_what_was_said_are_left_out_of_a_sweep():
-    done = stepscope("fit", "--sweep", "--model", "tiny,xl", "--kv-heads", 4, "--memory", "1GiB")
+    done = stepscope("fit", "--sweep", "--model", "tiny,cs336-2025-xl", "--kv-heads", 4, "--memory", "1GiB")
     assert done.returncode == 0 and "tiny" in done.stdout and "xl" not in done.stdout
     assert done.stderr.startswith("stepscope: left out, xl: kv_heads 4 do not divide heads 25")
-    none = stepscope("fit", "--sweep", "--model", "xl", "--kv-heads", 4, "--memory", "1GiB")
+    none = stepscope("fit", "--sweep", "--model", "cs336-2025-xl", "--kv-heads", 4, "--memory", "1GiB")
     assert (none.returncode, none.stdout, none.stderr.count("\n")) == (2, "", 1)
     assert "no model is left: xl: kv_heads 4" in none.stderr
 
@@ -370,7 +370,7 @@ def test_a_cpu_has_no_limit_to_foretell_by():
 def test_the_sweep_says_it_before_it_measures(tmp_path: Path):
     """On a device that is not there: the cells are refused, what was foretold stands before that."""
     done = stepscope(
-        "sweep", "--model", "tiny,xl", "--seq-len", 1024, "--memory", f"{2 * GIB // MIB}MiB",
+        "sweep", "--model", "tiny,cs336-2025-xl", "--seq-len", 1024, "--memory", f"{2 * GIB // MIB}MiB",
         "--device", "cuda:99", "--runs", tmp_path,
     )  # fmt: skip
     first = done.stderr.splitlines()[0]
@@ -380,6 +380,15 @@ def test_the_sweep_says_it_before_it_measures(tmp_path: Path):
 
 def test_every_preset_has_an_answer():
     for name in PRESETS:
-        answer = said("--model", name, "--memory", "80GiB", "--dtype", "bf16-pure", "--attention", "sdpa")
+        answer = said(
+            "--model",
+            "cs336-2025-xl" if name == "xl" else name,
+            "--memory",
+            "80GiB",
+            "--dtype",
+            "bf16-pure",
+            "--attention",
+            "sdpa",
+        )
         assert answer["peak_bytes"] == sum(answer["categories"].values())
         assert answer["fits"] or answer["plans"], name

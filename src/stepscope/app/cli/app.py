@@ -101,7 +101,10 @@ class _Command(Verbs):
             "writeup",
             "Answer the questions of an assignment from stored runs; a question without data names its command.",
         ),
-        "models": ("lookups:models", "List the presets: name, parameters and every size."),
+        "models": (
+            "lookups:models",
+            "List the presets: name, parameters, sizes, and what each edition of CS336's assignment calls them.",
+        ),
         "device": (
             "lookups:device",
             "Name the device, its datasheet peaks, and the ceilings measured on it (stored for later runs).",

@@ -9,7 +9,7 @@ from stepscope.core.device_spec import DeviceReport
 from stepscope.core.errors import InputError
 from stepscope.core.files import decode_document, json_document, read_named
 from stepscope.core.formulas.transformer import parameter_count
-from stepscope.core.model_config import PRESETS
+from stepscope.core.model_config import EDITIONS, PRESETS
 from stepscope.core.options import MEASURING, Argument, Option, verb
 
 Again = Annotated[bool, Option("Measure anew even if ceilings are stored.", MEASURING)]
@@ -55,10 +55,18 @@ def kernel(name: Annotated[str, Argument("The kernel's name as a profiler shows 
 
 @verb("models", "stepscope models", "stepscope models --json")
 def models(*, shown: Presentation) -> None:
-    """List the presets: name, parameters and every size."""
+    """List the presets: name, parameters, sizes, and what each edition of CS336's assignment calls them."""
+    called = {edition: {preset: name for name, preset in names.items()} for edition, names in EDITIONS.items()}
     rows = [
-        {"name": c.name, "parameters": parameter_count(c), **c.sizes, "head_dim": c.head_dim} for c in PRESETS.values()
+        {
+            "name": name,
+            "parameters": parameter_count(config),
+            **config.sizes,
+            "head_dim": config.head_dim,
+            **{edition: names.get(name) for edition, names in called.items()},
+        }
+        for name, config in PRESETS.items()
     ]
-    columns = [(name, "," if i else "") for i, name in enumerate(rows[0])]
+    columns = [(name, "" if name in ("name", *EDITIONS) else ",") for name in rows[0]]
     sizes = table_of(*columns, rows=[tuple(row.values()) for row in rows])
     shown.show(Answer(study="models", question="", tables=(sizes,)), document=lambda: json_document(rows))
