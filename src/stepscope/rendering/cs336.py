@@ -6,6 +6,8 @@ Each function makes a Source: Material -> Answer or None.
 import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,10 +24,10 @@ from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.figures import doubting_kinds
-from stepscope.core.formulas.spelled import cell_name
+from stepscope.core.formulas.spelled import cell_name, parameters_of
 from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
-from stepscope.core.units import format_bytes, format_share
+from stepscope.core.units import counted, format_bytes, format_share
 from stepscope.core.workloads import DTYPES, TextbookWorkload
 from stepscope.questions import parallel as ranks
 from stepscope.questions.attention_step import StepCell, answer_steps
@@ -36,14 +38,16 @@ from stepscope.questions.parallel import SharedCell, answer_parallel, part_of
 from stepscope.questions.speed import TimedCell, answer_speed
 from stepscope.questions.speed import pair_up as speed_pairs
 from stepscope.questions.warmup import answer_warmup, most_warmups
-from stepscope.rendering.writeup import Assignment, Found, Material, Measure, Question, Source
-from stepscope.runs.metrics import samples_of
+from stepscope.rendering.writeup import Assignment, Chosen, Found, Material, Measure, Question, Source, made_of
+from stepscope.runs.metrics import peak_bytes, samples_of
 from stepscope.runs.tables import Statistic, TableQuery, answer_table, build_records, table_panels
 from stepscope.traces.kernels.families import explain_kernel
 from stepscope.traces.kernels.names import kernel_label
 
-PLAIN: dict[str, Any] = {"attention": "reference", "compile": "eager", "checkpointing": "none"}
+PLAIN: dict[str, str] = {"attention": "reference", "compile": "eager", "checkpointing": "none"}
 """The choices of a step of which the first questions ask."""
+_GRID = ("model", "seq_len", "phase")
+"""The fields over which they ask."""
 
 
 def stored(study: str, only: tuple[str, ...] = (), like: str = "", *, plot: bool = True) -> Source:
@@ -54,14 +58,17 @@ def stored(study: str, only: tuple[str, ...] = (), like: str = "", *, plot: bool
     """
 
     def source(material: Material) -> Answer | None:
-        answers = [answer for answer, _ in material.answers if answer.study == study]
-        meant = [answer for answer in answers if like in answer.question or like in answer.settings.values()]
+        answers = [(answer, file) for answer, file in material.answers if answer.study == study]
+        meant = [one for one in answers if like in one[0].question or like in one[0].settings.values()]
         if not answers:
             return None
-        newest = max(meant or answers, key=lambda answer: answer.date)
+        newest, place = max(meant or answers, key=lambda one: (one[0].date, one[1]))
         words = [word.casefold() for word in only]
         tables = tuple(one for one in newest.tables if not words or any(word in one.title.casefold() for word in words))
-        return msgspec.structs.replace(newest, tables=tables, panels=newest.panels if plot else ())
+        shown = msgspec.structs.replace(newest, tables=tables, panels=newest.panels if plot else ())
+        others = [(file, (answer, file) in meant) for answer, file in answers if file != place]
+        left = {file: "an older one" if alike else "another question" for file, alike in others}
+        return made_of(shown, {place: ""}, left, material.within)
 
     return source
 
@@ -76,16 +83,19 @@ def table(
     where: Mapping[str, str],
     says: Callable[[list[Run]], str] | None = None,
     widest: bool = False,
+    timed: bool = True,
 ) -> Source:
-    """The table of the largest sweep with such runs, its plot, and what it `says` in a sentence. widest: of the sweep
-    with most cells, out of memory or not."""
+    """The table of the largest sweep with such runs, with the cells that others of its conditions have beside it, its
+    plot, and what it `says` in a sentence. widest: of the sweep with most cells, out of memory or not. timed: whether
+    runs must have been measured by equal settings."""
     query = TableQuery(
         rows=_names(rows), columns=_names(columns), values=_names(value), statistic=statistic, speedup=speedup
     )
 
     def source(material: Material) -> Answer | None:
-        for folder in material.folders(widest=widest, **where):
-            runs = [run for run, _ in folder]
+        vary = tuple(dict.fromkeys((*query.rows, *query.columns)))
+        for chosen in material.folders(where, widest=widest, vary=vary, timed=timed):
+            runs = [run for run, _ in chosen.runs]
             compared = {getattr(run.workload, name, None) for run in runs for name in query.columns[:1]}
             if (query.columns and len(compared) < 2) or (speedup is not None and speedup not in compared):
                 continue
@@ -106,11 +116,11 @@ def table(
                     versions=dict(machines[-1].versions) if machines else {},
                     date=max(run.day for run in runs),
                 )
-                if says is not None:
+                if says is not None and (said := says(runs)):
                     first, *others = answer.tables
-                    first = msgspec.structs.replace(first, notes=(*as_lines(says(runs)), *first.notes))
+                    first = msgspec.structs.replace(first, notes=(*as_lines(said), *first.notes))
                     answer = msgspec.structs.replace(answer, tables=(first, *others))
-                return answer
+                return chosen.beside(answer)
             except InputError:  # the folder mixes experiments: a smaller one may not
                 continue
         return None
@@ -144,48 +154,88 @@ def which_run_out(runs: list[Run]) -> str:
     return f"Out of memory: {', '.join(out)}." if out else f"None of these {len(runs)} cells runs out of memory."
 
 
+def what_bits_change(runs: list[Run]) -> str:
+    """How many times fp32's peak that of bf16 is, phase by phase, in a sentence."""
+    peaks = {
+        (run.workload.phase, "-".join(run.workload.words("dtype")), run.workload.dtype): peak
+        for run in runs
+        if (peak := peak_bytes(run))
+    }
+    said: list[str] = []
+    for phase in dict.fromkeys(phase for phase, _, _ in peaks):
+        cells = [cell for one, cell, dtype in peaks if one == phase and dtype == "fp32"]
+        ratios = [
+            peaks[phase, cell, "bf16"] / peaks[phase, cell, "fp32"] for cell in cells if (phase, cell, "bf16") in peaks
+        ]
+        if ratios:
+            said.append(
+                f"{min(ratios):.2f} to {max(ratios):.2f} times in {counted(len(ratios), 'cell')} of phase {phase}"
+            )
+    return f"The peak in bf16 beside fp32's: {', '.join(said)}." if said else ""
+
+
 def warmup(material: Material) -> Answer | None:
     """The steps of one workload after different numbers of warm-up steps."""
-    sweeps = (most_warmups(run for run, _ in folder) for folder in material.folders(phase="train"))
-    runs = max(sweeps, key=len, default=[])
-    return answer_warmup(runs) if len(runs) > 1 else None
+    sweeps = [(most_warmups(run for run, _ in chosen.runs), chosen) for chosen in material.folders({"phase": "train"})]
+    runs, chosen = max(sweeps, key=lambda each: len(each[0]), default=([], None))
+    if chosen is None or len(runs) < 2:
+        return None
+    used = [found for found in chosen.runs if found[0] in runs]
+    return replace(chosen, runs=used, left={}).beside(answer_warmup(runs))
+
+
+def captured(material: Material) -> Chosen | None:
+    """The plain steps in fp32 of which there are captures, and those that ran out of memory: of the folder with most
+    phases and cells, and of others what it lacks."""
+
+    def phases(runs: list[Run]) -> int:
+        return len({run.workload.phase for run in runs if run.evidence.captures})
+
+    def keep(run: Run) -> bool:
+        return bool(run.evidence.captures) or run.status == "out-of-memory"
+
+    folders = material.folders({"dtype": "fp32", **_PHASES}, widest=True, first=phases, keep=keep, vary=_GRID)
+    return next(iter(folders), None)
 
 
 def kernels(letters: str) -> Source:
     """Questions of the study of kernels, of the sweep with most captures."""
 
     def source(material: Material) -> Answer | None:
-        folders: list[tuple[list[CapturedCell], list[Run]]] = []
-        for folder in material.folders(dtype="fp32", **PLAIN):
-            cells: list[CapturedCell] = []
-            for run, directory in folder:
-                digests = [material.digest(run, directory, tool) for tool in TRACE_TOOLS]
-                wanted = next((digest for digest in digests if digest is not None), None)
-                if wanted is not None:
-                    other = next((digest for digest in digests if digest not in (None, wanted)), None)
-                    cells.append(CapturedCell(run=run, digest=wanted, other=other))
-            folders.append((cells, [run for run, _ in folder if run.status == "out-of-memory"]))
-        best, out = max(
-            folders,
-            key=lambda each: (len({cell.run.workload.phase for cell in each[0]}), len(each[0]) + len(each[1])),
-            default=([], []),
-        )
-        answer = answer_kernels(best, letters, out) if best else None
-        return answer if answer is not None and answer.tables else None
+        chosen = captured(material)
+        cells: list[CapturedCell] = []
+        for run, directory in chosen.runs if chosen else ():
+            digests = [material.digest(run, directory, tool) for tool in TRACE_TOOLS]
+            wanted = next((digest for digest in digests if digest is not None), None)
+            if wanted is not None:
+                other = next((digest for digest in digests if digest not in (None, wanted)), None)
+                cells.append(CapturedCell(run=run, digest=wanted, other=other))
+        if chosen is None or not cells:
+            return None
+        out = [run for run, _ in chosen.runs if run.status == "out-of-memory"]
+        return chosen.beside(answer_kernels(cells, letters, out))
 
     return source
 
 
 def speed(material: Material) -> Answer | None:
-    """Precision: the same step in fp32 and fewer bits."""
+    """Precision: the same step in fp32 and fewer bits, of the folder with most models. A capture says why: what of the
+    step are products, which alone become faster."""
     studies = [
-        [TimedCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in folder]
-        for folder in material.folders(phase="forward-backward,train", accumulation="1", **PLAIN)
-        if len({run.workload.dtype for run, _ in folder}) > 1
+        (chosen, [TimedCell(run=run, digest=material.digest(run, at, "kineto")) for run, at in chosen.runs])
+        for chosen in material.folders({"phase": "forward-backward,train", "accumulation": "1", **PLAIN})
+        if len({run.workload.dtype for run, _ in chosen.runs}) > 1
     ]
-    # A capture says why: what of the step are products, which alone become faster.
-    captured = [cells for cells in studies if 2 * sum(cell.digest is not None for cell in cells) > len(cells)]
-    return next((answer_speed(speed_pairs(cells, DTYPES)) for cells in (*captured, *studies)), None)
+
+    def worth(study: tuple[Chosen, list[TimedCell]]) -> tuple[bool, int]:
+        _, cells = study
+        return (
+            2 * sum(cell.digest is not None for cell in cells) > len(cells),
+            len({cell.run.workload.name for cell in cells}),
+        )
+
+    chosen, cells = max(studies, key=worth, default=(None, []))
+    return chosen.beside(answer_speed(speed_pairs(cells, DTYPES))) if chosen else None
 
 
 def beside(
@@ -194,8 +244,9 @@ def beside(
     """The answer on the cells of a sweep that measured the base's value of a field beside others."""
 
     def source(material: Material) -> Answer | None:
-        for folder in _both(material, field, base, **wanted):
-            return answer([cell(run=run, digest=material.digest(run, at, "kineto")) for run, at in folder])
+        for chosen in _both(material, field, base, **wanted):
+            cells = [cell(run=run, digest=material.digest(run, at, "kineto")) for run, at in chosen.runs]
+            return chosen.beside(answer(cells))
         return None
 
     return source
@@ -205,11 +256,12 @@ def parallel(kinds: Sequence[str], *titles: str) -> Source:
     """What the study of strategies found of these kinds, with these tables, in the largest folder with ranks."""
 
     def source(material: Material) -> Answer | None:
-        for folder in material.folders(phase="train"):
-            runs = [run for run, _ in folder]
+        for chosen in material.folders({"phase": "train"}):
+            runs = [run for run, _ in chosen.runs]
             if any(run.shared is not None for run in runs) and any(run.workload.ranks == 1 for run in runs):
                 with contextlib.suppress(InputError):  # no batch was measured both ways
-                    return part_of(answer_parallel(SharedCell(run=run) for run in runs), kinds, titles)
+                    part = part_of(answer_parallel(SharedCell(run=run) for run in runs), kinds, titles)
+                    return chosen.beside(part)
         return None
 
     return source
@@ -219,15 +271,24 @@ def recorded_memory(material: Material) -> Answer | None:
     """What the largest recorded step held at its peak, and its timeline: of training, where that was recorded to its
     end; else as far as memory sufficed, or of forward."""
     recorded = [
-        (run.workload.phase == "train", run.status == "done", file)
+        (run, directory, file)
         for run, directory in material.runs
         if "memory" in run.artifacts and (file := directory / run.artifacts["memory"]).is_file()
     ]
-    if not recorded:
+
+    def worth(one: tuple[Run, Path, Path]) -> tuple[bool, bool, bool, bool, float, int]:
+        run, _, file = one
+        whole, train = run.status == "done", run.workload.phase == "train"
+        plain = all(getattr(run.workload, name, value) == value for name, value in PLAIN.items())
+        return whole and train, whole, train, plain, parameters_of(run.workload) or 0, file.stat().st_size
+
+    run, directory, file = max(recorded, key=worth, default=(None, None, None))
+    if run is None or directory is None or file is None:
         return None
-    *_, file = max(recorded, key=lambda each: (all(each[:2]), each[1], each[0], each[2].stat().st_size))
     explained = explain(read_snapshot(file))
-    return answer_memory(explained, moment_at(explained, None))
+    left = {other.parent: "smaller, or less of a step" for _, other, _ in recorded if other.parent != directory.parent}
+    chosen = Chosen(runs=[(run, directory)], left=left, within=material.within)
+    return chosen.beside(answer_memory(explained, moment_at(explained, None)))
 
 
 def kept_tensors(material: Material) -> Answer | None:
@@ -249,9 +310,11 @@ def arithmetic_of_peak(material: Material) -> Answer | None:
 
 def why_out(material: Material) -> Answer | None:
     """The arithmetic of the smallest step that ran out of memory in the widest sweep, against the memory it had."""
-    for folder in material.folders(widest=True, **_TRAIN):
+    for folder in material.folders(_TRAIN, widest=True):
         out = [
-            (run, run.workload) for run, _ in folder if run.status == "out-of-memory" and run.workload.sizes is not None
+            (run, run.workload)
+            for run, _ in folder.runs
+            if run.status == "out-of-memory" and run.workload.sizes is not None
         ]
         if not out:
             continue
@@ -269,15 +332,14 @@ def kernel_names(material: Material) -> Answer | None:
     """What the names of the longest kernels say, of the sweep with most captures."""
     wanted = ("family", "library", "does", "layout", "products", "cut")
     rows: dict[str, tuple[str | None, ...]] = {}
-    for folder in material.folders(dtype="fp32", **PLAIN):
-        for run, directory in folder:
-            digest = next(filter(None, (material.digest(run, directory, tool) for tool in TRACE_TOOLS)), None)
-            for row in digest.top if digest is not None else ():
+    chosen = captured(material)
+    for run, directory in chosen.runs if chosen else ():
+        digest = next(filter(None, (material.digest(run, directory, tool) for tool in TRACE_TOOLS)), None)
+        for row in digest.top if digest is not None else ():
+            label = kernel_label(row.name)
+            if label not in rows:
                 lines = dict(explain_kernel(row.name).lines)
-                label = kernel_label(row.name)
-                rows.setdefault(label, (label, *(lines.get(heading) for heading in wanted)))
-        if rows:
-            break
+                rows[label] = (label, *(lines.get(heading) for heading in wanted))
     table = known_columns("The longest kernels, by their names", ("kernel", *wanted), tuple(rows.values()))
     return Answer(study="kernel", question="", tables=(table,)) if rows else None
 
@@ -299,25 +361,28 @@ def _largest(material: Material) -> tuple[Run, TextbookWorkload] | None:
 
     steps = [
         (run, run.workload)
-        for folder in material.folders(phase="train", **PLAIN)
-        for run, _ in folder
+        for folder in material.folders({"phase": "train", **PLAIN})
+        for run, _ in folder.runs
         if run.status == "done" and run.workload.sizes is not None
     ]
     return max(steps, key=size, default=None)
 
 
-def _both(material: Material, field: str, base: str, **wanted: Any) -> list[list[Found]]:
+def _both(material: Material, field: str, base: str, **wanted: str) -> list[Chosen]:
     """The folders in which some runs have the base's value of a field, and others another; most values first."""
-    folders = [(runs, {getattr(run.workload, field) for run, _ in runs}) for runs in material.folders(**wanted)]
-    kept = [(runs, values) for runs, values in folders if {base} < values and _pairs(runs, field, base)]
+    folders = [
+        (chosen, {getattr(run.workload, field) for run, _ in chosen.runs}) for chosen in material.folders(wanted)
+    ]
+    kept = [chosen for chosen, values in folders if {base} < values and _pairs(chosen.runs, field, base)]
 
-    def worth(runs: list[Found]) -> tuple[bool, int]:
+    def worth(chosen: Chosen) -> tuple[bool, int]:
         """A sweep of this field before one of many, of which a few cells differ in it."""
+        runs = chosen.runs
         paired = {tuple(run.workload.words(field)) for run, _ in runs if getattr(run.workload, field) != base}
         of_it = [run for run, _ in runs if tuple(run.workload.words(field)) in paired]
         return 2 * len(of_it) > len(runs), _pairs(runs, field, base)
 
-    return sorted((runs for runs, _ in kept), key=worth, reverse=True)
+    return sorted(kept, key=worth, reverse=True)
 
 
 _UNDOUBTED = 1_000
@@ -436,9 +501,15 @@ _TIMES = table(
     says=how_much_they_vary,
     widest=True,
 )
-_PEAKS = table("model,seq_len", "phase", "peak_memory", where={"dtype": "fp32", **_PHASES})
+_PEAKS = table("model,seq_len", "phase", "peak_memory", where={"dtype": "fp32", **_PHASES}, timed=False)
 _PEAKS_BY_DTYPE = table(
-    "model,seq_len,phase", "dtype", "peak_memory", speedup="fp32", where={"dtype": "fp32,bf16", **_PHASES}
+    "model,seq_len,phase",
+    "dtype",
+    "peak_memory",
+    speedup="fp32",
+    where={"dtype": "fp32,bf16", **_PHASES},
+    says=what_bits_change,
+    timed=False,
 )
 _BY_ATTENTION = beside(StepCell, answer_steps, "attention", "reference", phase="train", compile="eager")
 _COMPILED = beside(CompileCell, lambda cells: answer_compile(compiled_pairs(cells)), "compile", "eager")

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import re
 import shlex
 import shutil
@@ -22,7 +23,7 @@ from stepscope.core.files import read_named
 from stepscope.core.range_names import FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, find_run_files, load_run, write_atomically
-from stepscope.core.units import counted
+from stepscope.core.units import counted, format_bytes
 from stepscope.questions.attention_answer import answer_attention
 from stepscope.questions.compare import side_named
 from stepscope.questions.comparison import same_part
@@ -43,6 +44,74 @@ Found = tuple[Run, Path]
 """A run, and its directory."""
 
 
+_MEASURED = ("done", "out-of-memory")
+"""How a run ended that is a cell of a table: its figures, or that they do not fit."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chosen:
+    """The runs that answer a question, and what was left of those that might have."""
+
+    runs: list[Found]
+    left: Mapping[Path, str]
+    """Why the runs of other folders are not among them."""
+    within: Path
+
+    def beside(self, answer: Answer) -> Answer:
+        """The answer, with a line that says which folders it is made of, and which were left."""
+        used = Counter(directory.parent for _, directory in self.runs)
+        days = sorted({run.day for run, _ in self.runs if run.day})
+        when = f" of {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else ""
+        counts = {folder: f" ({counted(runs, 'run')})" for folder, runs in used.items()}
+        return made_of(answer, counts, self.left, self.within, when)
+
+
+_MOST_NAMED = 6
+"""Folders left for one reason that are named."""
+
+
+def made_of(answer: Answer, used: Mapping[Path, str], left: Mapping[Path, str], within: Path, when: str = "") -> Answer:
+    """The answer, with a line on its evidence: the files or folders that it is made of, each with words on it, and why
+    others were left. Places are named from the folder `within`."""
+
+    def named(place: Path) -> str:
+        return os.path.relpath(place.resolve(), within)
+
+    line = f"From {', '.join(named(place) + words for place, words in used.items())}{when}."
+    by_reason: dict[str, list[str]] = {}
+    for place, why in left.items():
+        if place not in used:
+            by_reason.setdefault(why, []).append(named(place))
+    reasons = [
+        f"{', '.join(names) if len(names) <= _MOST_NAMED else f'{len(names)} others'} ({why})"
+        for why, names in by_reason.items()
+    ]
+    line += f" Left: {'; '.join(reasons)}." if reasons else ""
+    return msgspec.structs.replace(answer, asides=(*answer.asides, line))
+
+
+def _machine(run: Run) -> tuple[object, ...]:
+    """What must be equal of runs that one table compares: the device, its memory, and the libraries of kernels."""
+    where = run.environment
+    if where is None:
+        return ()
+    return (where.device_name, where.memory_limit_bytes, *map(where.versions.get, _LIBRARIES))
+
+
+_LIBRARIES = ("torch", "cuda", "hip", "cudnn", "triton")
+
+
+def _other_machine(run: Run, other: Run) -> str:
+    """What of the conditions differs first, in words."""
+    ours, theirs = run.environment, other.environment
+    if ours is None or theirs is None or ours.device_name != theirs.device_name:
+        return "another device"
+    if ours.memory_limit_bytes != theirs.memory_limit_bytes:
+        limit = theirs.memory_limit_bytes
+        return f"{format_bytes(limit)} of the memory" if limit else "the whole memory"
+    return "other versions"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Material:
     """Runs and answers, and what could not be read."""
@@ -51,30 +120,87 @@ class Material:
     answers: tuple[tuple[Answer, Path], ...] = ()
     faults: tuple[str, ...] = ()
     _digests: dict[tuple[Path, str], TraceDigest | None] = field(default_factory=dict, init=False, repr=False)
+    _keys: dict[int, str] = field(default_factory=dict, init=False, repr=False)
 
-    def folders(self, *, widest: bool = False, **wanted: str) -> list[list[Found]]:
-        """The runs whose fields have these values (`fp32,bf16` for either), by folder: a question is answered by one
-        sweep and never by a mixture of several.
+    def folders(
+        self,
+        wanted: Mapping[str, str],
+        *,
+        widest: bool = False,
+        first: Callable[[list[Run]], int] = lambda _: 0,
+        keep: Callable[[Run], bool] = lambda _: True,
+        vary: tuple[str, ...] = (),
+        timed: bool = True,
+    ) -> list[Chosen]:
+        """The runs whose fields have these values (`fp32,bf16` for either) by folder, the best folder for a question
+        first, each with the cells that it lacks and others of the same conditions have.
 
-        Sweeps of the whole device come before those of a part of its memory, then the one with most cells that no
-        finding doubts is first, and of equal ones the one with most cells. widest: the sweep with most cells is first,
-        those that ran out of memory among them, for questions on which these are.
+        A folder of most in `first` comes before others. Then sweeps of the whole device come before those of a part of
+        its memory, then the one with most cells that no finding doubts is first, and of equal ones the one with most
+        cells. widest: the sweep with most cells is first, those that ran out of memory among them, for questions on
+        which these are. vary: the fields of the workload in which cells of other folders may differ from a folder's
+        own; without one, no other folder adds to it. timed: whether they must have been measured by equal settings.
         """
         conditions = [(name, tuple(values.split(","))) for name, values in wanted.items()]
-        by_folder: dict[Path, list[Found]] = {}
+        apart: dict[tuple[Path, object], list[Found]] = {}
         for run, directory in self.runs:
-            if run.workload.layers and all(matches(run, *condition) for condition in conditions):
-                by_folder.setdefault(directory.parent, []).append((run, directory))
+            if run.workload.layers and all(matches(run, *condition) for condition in conditions) and keep(run):
+                apart.setdefault((directory.parent, _machine(run)), []).append((run, directory))
 
-        def worth(folder: list[Found]) -> tuple[int, bool, int, int]:
-            cells = len({run.workload.key for run, _ in folder if run.status in ("done", "out-of-memory")})
-            done = [run for run, _ in folder if run.status == "done"]
-            where = [run.environment for run, _ in folder if run.environment is not None]
-            undoubted = {run.workload.key for run in done if not doubting_kinds(run)}
-            whole_device = all(one.memory_limit_bytes is None for one in where)
-            return cells if widest else 0, whole_device, len(undoubted), len({run.workload.key for run in done})
+        def worth(folder: list[Found]) -> tuple[int, int, bool, int, int]:
+            runs = [run for run, _ in folder]
+            measured, done, undoubted = (
+                {self.key_of(run) for run in runs if run.status in statuses and not (sure and doubting_kinds(run))}
+                for statuses, sure in ((_MEASURED, False), (("done",), False), (("done",), True))
+            )
+            whole_device = all(run.environment is None or run.environment.memory_limit_bytes is None for run in runs)
+            return first(runs), len(measured) if widest else 0, whole_device, len(undoubted), len(done)
 
-        return sorted(by_folder.values(), key=worth, reverse=True)
+        ordered = sorted(apart.values(), key=worth, reverse=True)
+        return [self._with_others(folder, ordered, vary, timed=timed) for folder in ordered]
+
+    def _with_others(
+        self, base: list[Found], folders: list[list[Found]], vary: tuple[str, ...], *, timed: bool
+    ) -> Chosen:
+        """A folder's runs, and of the other folders those of the same conditions whose cells it lacks."""
+        chosen = [*base]
+        machine, settings = _machine(base[0][0]), {run.settings for run, _ in base}
+        kinds = {self._words(run, vary) for run, _ in base}
+        cells = {self.key_of(run) for run, _ in base if run.status in _MEASURED}
+        left: dict[Path, str] = {}
+        for folder in folders:
+            if folder is base:
+                continue
+            why = _other_machine(base[0][0], folder[0][0]) if _machine(folder[0][0]) != machine else ""
+            alike = [found for found in folder if self._words(found[0], vary) in kinds]
+            equal = [found for found in alike if found[0].settings in settings or not timed]
+            added = [
+                (run, directory)
+                for run, directory in (equal if vary and not why else ())
+                if run.status in _MEASURED and self.key_of(run) not in cells
+            ]
+            if not added:
+                last = "no other cells" if equal else "other settings" if alike else "another kind of step"
+                left.setdefault(folder[0][1].parent, why or last)
+            chosen += added
+            cells |= {self.key_of(run) for run, _ in added}
+        return Chosen(runs=chosen, left=left, within=self.within)
+
+    def key_of(self, run: Run) -> str:
+        """The key of its workload, worked out once: many questions ask."""
+        if id(run) not in self._keys:
+            self._keys[id(run)] = run.workload.key
+        return self._keys[id(run)]
+
+    def _words(self, run: Run, without: tuple[str, ...]) -> tuple[str, ...]:
+        return (type(run.workload).__name__, str(run.workload.seed), *run.workload.words(*without))
+
+    @cached_property
+    def within(self) -> Path:
+        """The folder that all runs and answers lie under: they are named from there."""
+        places = [directory.parent for _, directory in self.runs] + [file.parent for _, file in self.answers]
+        common = Path(os.path.commonpath([place.resolve() for place in places])) if places else Path.cwd()
+        return common.parent if common in {place.resolve() for place in places} else common
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -142,7 +268,8 @@ def _answer_in(file: Path, *, named: bool) -> Answer | None:
         data = read_named(file)
         document = json.loads(data)
         if isinstance(document, dict) and document.get("kind") == "attention-timings":  # pyright: ignore[reportUnknownMemberType]
-            return answer_attention(decode_timings(data, str(file)))
+            timings = decode_timings(data, str(file))
+            return msgspec.structs.replace(answer_attention(timings), date=timings.created[:10])
         if named or (isinstance(document, dict) and {"study", "question", "version"} <= document.keys()):
             return decode_answer(data, str(file))
     except InputError:

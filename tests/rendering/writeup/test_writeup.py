@@ -117,18 +117,27 @@ def test_text_of_files_is_no_markup(tmp_path: Path):
     assert not re.search(r"""(?:src|href)=["']https?:""", page), "nothing is loaded from elsewhere"
 
 
-def test_one_folder_answers_a_question(tmp_path: Path):
-    """A second, smaller folder of the same kind changes no figure of the table."""
-    for folder, seq_lens in (("large", (64, 128, 256)), ("small", (32,))):
+def test_cells_come_from_every_folder_of_equal_conditions(tmp_path: Path):
+    """The larger folder answers; a smaller one adds the cell that it lacks, not the one that it has; a folder of a part
+    of the memory adds none, nor does one that measured another batch size."""
+    folders = {"most": ((64, 128, 256), 0.1), "fewer": ((32, 64), 0.3), "limited": ((512,), 0.1), "batch": ((48,), 0.1)}
+    for folder, (seq_lens, forward_s) in folders.items():
         for seq_len in seq_lens:
-            of = workload(seq_len=seq_len)
-            run = make_run(of, forward=[0.1] * 6, backward=[0.2] * 6, optimizer=[0.05] * 6)
-            save_run(run, create_run_directory(tmp_path / folder, run.workload))
-    found = write_up(CS336, gather([str(tmp_path)], tmp_path))
-    answer = next(one.answer for one in found.answered if one.question.id == "benchmarking-b")
+            of = workload(seq_len=seq_len, batch_size=2 if folder == "batch" else 4)
+            run = make_run(of, forward=[forward_s] * 6, backward=[0.2] * 6, optimizer=[0.05] * 6)
+            assert run.environment is not None
+            limit = 2**33 if folder == "limited" else None
+            where = msgspec.structs.replace(run.environment, memory_limit_bytes=limit)
+            save_run(msgspec.structs.replace(run, environment=where), create_run_directory(tmp_path / folder, of))
+    found = {one.question.id: one for one in write_up(CS336, gather([str(tmp_path)], tmp_path)).answered}
+    answer = found["benchmarking-b"].answer
     assert answer is not None
-    assert [row[1] for row in answer.tables[0].rows] == ["64", "128", "256"]
-    assert answer.tables[0].rows[0][2] == "100.00 ± 0.00"
+    assert [row[1:3] for row in answer.tables[0].rows] == [
+        ("32", "300.00 ± 0.00"), ("64", "100.00 ± 0.00"), ("128", "100.00 ± 0.00"), ("256", "100.00 ± 0.00")
+    ]  # fmt: skip
+    (line,) = answer.asides
+    assert line.startswith("From most (3 runs), fewer (1 run)")
+    assert line.endswith("Left: batch (another kind of step); limited (8.00 GiB of the memory).")
 
 
 def test_what_was_interrupted_is_measured_again(tmp_path: Path):
@@ -199,6 +208,16 @@ def test_the_sweep_that_answers_a_question_best_is_asked(tmp_path: Path):
     assert [row[:3] for row in steps.tables[0].rows[-1:]] == [("2.7B", "1024", "OOM")]
     assert bf16 is not None and any("product" in column for table in bf16.tables for column in table.columns)
     assert peaks is not None and "allowed" not in peaks.device
+    by_cell = {row[:3]: row[3:] for row in peaks.tables[0].rows}
+    assert by_cell["2.7B", "512", "train"] == ("63.79", "63.70") and by_cell["small", "1024", "train"][1] == "8.23"
+    assert "From kernels (36 runs), plain (8 runs), memory (12 runs)" in peaks.asides[-1]
+    assert {str(row[0]).partition("-")[0] for row in bf16.tables[0].rows} == {
+        "small",
+        "medium",
+        "large",
+        "xl",
+        "2.7B",
+    }
     assert kept is not None and "nothing here was measured" in kept.tables[0].notes[0].text
     assert "tf32" not in kept.tables[0].notes[0].text
     compiled, out = found["compile-b"], found["memory-f"]
