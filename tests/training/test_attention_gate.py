@@ -384,7 +384,7 @@ def test_who_may_be_further_off_is_said():
     (wrong,) = check_attention_matrix(
         ("reference",), device=CPU, dtypes=("bf16",), shapes=(square(17),), functions={"reference": no_mask}
     )
-    assert wrong.failures[0].sentence.endswith(f"is allowed ({rounds})")
+    assert f"is allowed ({rounds})" in wrong.failures[0].sentence
 
 
 def test_grouped_heads_of_fp32_are_held_against_the_worse_of_sdpas_two(monkeypatch: pytest.MonkeyPatch):

@@ -36,6 +36,9 @@ def in_tiles(q, k, v, is_causal=False, tile=16):
     hidden = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)[:, :whole]
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[..., :whole, :]
 
+def unmasked(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
 def whole_tiles(q, k, v, is_causal=False):
     if q.shape[-2] % 16:
         raise ValueError("lengths are multiples of 16")
@@ -200,6 +203,13 @@ def test_a_fault_at_odd_lengths_is_found_from_a_step_of_even_ones():
     with pytest.raises(GateFailure, match=r"wrong in 3 of 8 cases.*\(1, 2, 17, 32, causal, .*out is off by") as raised:
         judged(attention="mine.py:in_tiles")
     assert raised.value.exit_code == 1
+
+
+def test_what_is_right_without_a_mask_alone_is_told_so():
+    with pytest.raises(
+        GateFailure, match=r"out is off by .*; so are dq, dk, dv \(that is attention without the causal"
+    ):
+        judged(attention="mine.py:unmasked")
 
 
 def test_a_function_may_refuse_lengths_but_not_that_of_its_step():

@@ -146,8 +146,16 @@ class AttentionVerdict(msgspec.Struct, frozen=True, kw_only=True):
                 wrong.append(f"{each.tensor} is off by {each.error:.2g} where {each.allowed:.2g} is allowed")
             elif not each.passed:
                 wrong.append(f"a row of {each.tensor} is off by {each.row_error:.2g} where {each.row_allowed:.2g} is")
-        besides = [why for why in (self.allowance, self.known) if wrong and why]
-        return " ".join([f"{where}: {'; '.join(wrong) or self.outcome}", *(f"({why})" for why in besides)])
+        if not wrong:
+            return f"{where}: {self.outcome}"
+        others = [each.tensor for each in self.errors if not each.passed][1:]
+        parts = [
+            f"{where}: {wrong[0]}",
+            f" ({self.allowance})" if self.allowance else "",
+            f"; so are {', '.join(others)}" if len(others) > 1 else f"; so is {others[0]}" if others else "",
+            f" ({self.known})" if self.known else "",
+        ]
+        return "".join(parts)
 
 
 class GateReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,7 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -475,7 +475,9 @@ class _Case:
         return verdict(
             outcome="passed" if all(error.passed for error in errors) else "failed",
             errors=errors,
-            known=ATTENTIONS[name].rounds_weights if self._is_known(name, errors) else "",
+            known=ATTENTIONS[name].rounds_weights
+            if self._is_known(name, errors)
+            else self._no_mask(name, errors, runs),
             repeats=done.repeats,
         )
 
@@ -505,6 +507,16 @@ class _Case:
             and self.dtype != "fp32"
             and all(error.tensor in ("dq", "dk") and error.share <= KNOWN_FACTOR for error in wrong)
         )
+
+    def _no_mask(self, name: Attention, errors: Sequence[TensorError], runs: Sequence[Mapping[str, Tensor]]) -> str:
+        """What a user's function leaves out, where its wrong output is right for the same call without a mask."""
+        output = errors[0]
+        if not is_users(name) or not self.shape.causal or self.shape.window or self.shape.documents or output.passed:
+            return ""
+        q, k, v = (tensor.detach().double() for tensor in self.call.tensors[:3])
+        unmasked = chunked(q, k, v, causal=False, scale=self.shape.scale)
+        right = all(relative_errors(run["output"], unmasked)[0] <= output.allowed for run in runs)
+        return "that is attention without the causal mask, which a step needs" if right else ""
 
     def _rounds_scores(self, name: Attention) -> bool:
         return ATTENTIONS[name].rounds_scores and self.dtype != "fp32"
