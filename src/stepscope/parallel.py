@@ -11,6 +11,7 @@ _PLACES = {
     "FullyShardedDataParallel": "fsdp_textbook",
     "OverlappedDataParallel": "ddp_textbook",
     "ShardedOptimizer": "zero1",
+    "without_matrices": "fsdp_textbook",
 }
 """What is public, by its file. It is imported when it is asked for: it needs PyTorch."""
 

@@ -176,6 +176,12 @@ _COMPUTE = StrategyOption(
     choices=("own", "bf16"),
     words="the dtype in which parameters are gathered and used; shards and gradients keep theirs",
 )
+_NORMS = StrategyOption(
+    name="norms",
+    default="sharded",
+    choices=("sharded", "whole"),
+    words="whether parameters of modules without a matrix, such as norms, are sharded, or whole on every rank",
+)
 
 STRATEGIES: dict[str, StrategyRecord] = {
     record.name: record
@@ -204,7 +210,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
         ),
         StrategyRecord(
             name="fsdp-textbook", module="fsdp_textbook", is_lesson=True, moves=(1, 2), gathers_by_call=True,
-            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), options=(_COMPUTE,),
+            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), options=(_COMPUTE, _NORMS),
             words="Keeps a shard of each parameter on each rank, gathers a block's for its forward and its backward, "
             "and reduces its gradients to their shards.",
         ),

@@ -95,6 +95,8 @@ def kept_by_formula(run: Run) -> float | None:
     shared, record = run.shared, known_strategy(run.workload.parallel)
     if shared is None or record is None or record.splits == PRODUCTS or record.near > 1:
         return None
+    if record.settings.get("norms") == "whole":
+        return None
     whole, trained, parts = shared.whole_parameter_bytes, shared.whole_gradient_bytes, len(shared.ranks)
     if whole is None or trained is None or not (getattr(run.workload, "optimizer", None) or "").startswith("adamw"):
         return None

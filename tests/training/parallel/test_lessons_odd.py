@@ -1,6 +1,7 @@
 """The lessons as modules, given what a loop of somebody else's may hold: odd tensors, odd loops, odd uses."""
 
 import copy
+import functools
 import gc
 import io
 import warnings
@@ -281,10 +282,71 @@ def frozen_at_times(rank: int, ranks: int) -> list[float]:
     return found
 
 
+class Embedded(nn.Module):
+    """An embedding, a norm and a product, of which the norm alone holds no matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(9, 16), nn.LayerNorm(16), nn.Linear(16, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(tokens)))
+
+
+def replicated_norms(rank: int, ranks: int) -> dict[str, Any]:
+    """How far steps with whole norms end from one process's, and what a rank then keeps and has in common."""
+    torch.manual_seed(0)
+    alone = Embedded()
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 9, (2, 10 * ranks, 7), generator=generator)
+    weights = torch.randn(2, 10 * ranks, 7, 5, generator=generator)
+    mine = slice(10 * rank, 10 * (rank + 1))
+    found: dict[str, Any] = {}
+    for sums, dtype in (("ranks", None), ("batch", None), ("batch", torch.bfloat16)):
+        one = copy.deepcopy(alone)
+        own = copy.deepcopy(alone)
+        module = parallel.FullyShardedDataParallel(own, dtype, replicated=parallel.without_matrices(own), sums=sums)
+        optimizers = [torch.optim.SGD(of.parameters(), lr=0.1) for of in (one, module)]
+        same: set[str] = set()
+        for step in range(2):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (one(tokens[step]) * weights[step] / 2).sum().backward()
+            (module(tokens[step, mine]).float() * weights[step, mine]).sum().backward()
+            module.finish_gradient_synchronization()
+            if step == 0:
+                gradients = module.full_gradients()
+                wanted = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+                same = {name for name, gradient in wanted.items() if torch.equal(gradients[name], gradient)}
+            for optimizer in optimizers:
+                optimizer.step()
+        found[f"{sums} {dtype}"] = {
+            "away": _away(_whole(module), one),
+            "same": sorted(same),
+            "kept": {name: parameter.numel() for name, parameter in module.named_parameters()},
+            "norm": [float(p.detach().double().sum()) for p in module.replicated_parameters.values()],
+        }
+    return found
+
+
+def sums_refused(rank: int, ranks: int) -> list[str]:
+    """What is said where gradients cannot be summed over the batch."""
+    said: list[str] = []
+    for made in (
+        lambda own: parallel.FullyShardedDataParallel(own, units=[own], sums="batch"),
+        lambda own: parallel.FullyShardedDataParallel(own, sums="batch")(Pair(torch.ones(2, 6), None)),
+    ):
+        try:
+            made(InPairs())
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
 def let_go(rank: int, ranks: int) -> list[bool]:
     """Whether a module that took part in a step is freed once nobody has it any more."""
     found: list[bool] = []
-    for kind in KINDS:
+    for kind in (*KINDS, functools.partial(parallel.FullyShardedDataParallel, sums="batch")):
         module = kind(_small(0))
         module(torch.ones(2, 6)).sum().backward()
         module.finish_gradient_synchronization()
@@ -306,6 +368,8 @@ CASES = (
     partly_frozen,
     sharded_twice,
     frozen_at_times,
+    replicated_norms,
+    sums_refused,
 )
 
 
@@ -378,4 +442,27 @@ def test_a_layer_may_be_frozen_in_some_steps(found: list[dict[str, Any]]):
 
 def test_nothing_keeps_a_module_that_nobody_has(found: list[dict[str, Any]]):
     for of_rank in found:
-        assert of_rank["let_go"] == [True] * len(KINDS)
+        assert of_rank["let_go"] == [True] * (len(KINDS) + 1)
+
+
+def test_norms_may_be_whole_on_every_rank(found: list[dict[str, Any]]):
+    for of_rank in found:
+        by_ranks, by_batch, in_16_bits = of_rank["replicated_norms"].values()
+        for ends in (by_ranks, by_batch, in_16_bits):
+            assert ends["kept"] == {
+                "embedding.weight": 72, "head.weight": 40, "head.bias": 3, "norm.weight": 16, "norm.bias": 16,
+            }  # fmt: skip
+        assert by_ranks["away"] < 1e-5 and by_batch["away"] < 1e-5 and in_16_bits["away"] < 0.05
+    assert [of_rank["replicated_norms"]["ranks None"]["norm"] for of_rank in found[1:]] == [
+        found[0]["replicated_norms"]["ranks None"]["norm"]
+    ]
+
+
+def test_a_gradient_may_be_summed_as_one_process_sums_it(found: list[dict[str, Any]]):
+    # Bit by bit: adding up what each rank summed of its samples rounds otherwise.
+    for of_rank in found:
+        ends = of_rank["replicated_norms"]
+        assert "head.weight" not in ends["ranks None"]["same"]
+        assert {"head.weight", "head.bias"} <= set(ends["batch None"]["same"])
+        units, pairs = of_rank["sums_refused"]
+        assert "leave out units" in units and "InPairs does not" in pairs

@@ -250,7 +250,8 @@ def every_verdict(rank: int, ranks: int) -> dict[str, Any]:
             continue  # in bf16 below
         judge(f"{name} {checkpointing}", name, with_micro_batches(checkpointing))
     again = with_micro_batches("every-1")
-    judge("run again in bf16", "fsdp-textbook:compute=bf16", msgspec.structs.replace(again, dtype="bf16", seq_len=16))
+    whole_norms = "fsdp-textbook:compute=bf16:norms=whole"
+    judge("run again in bf16", whole_norms, msgspec.structs.replace(again, dtype="bf16", seq_len=16))
     judge("keeps one local", "ddp-overlap", with_micro_batches("none"), keeps_one_local)
     for what, checkpointing in {"lets go, and runs nothing again": "none", "lets go": "every-1"}.items():
         judge(what, "ddp-flat", msgspec.structs.replace(WORKLOAD, model=SMALL, checkpointing=checkpointing), lets_go)
@@ -258,13 +259,14 @@ def every_verdict(rank: int, ranks: int) -> dict[str, Any]:
         judge(name, "ddp-flat", WORKLOAD, strategy)
     halved = msgspec.structs.replace(WORKLOAD, dtype="bf16")
     judge("off by some bf16", "fsdp2:compute=bf16", halved, off_by_some_in_bf16)
-    judge("fsdp-textbook clipped", "fsdp-textbook", msgspec.structs.replace(WORKLOAD, clip=0.5))
+    judge("fsdp-textbook clipped", "fsdp-textbook:norms=whole", msgspec.structs.replace(WORKLOAD, clip=0.5))
     return found
 
 
 def norms(ranks: Ranks) -> dict[str, tuple[float, float, float]]:
     """By strategy: the norm of all gradients as it finds it, that of its whole gradients, and that of these clipped."""
-    found = {name: norms_of(name, WORKLOAD, ranks) for name, record in STRATEGIES.items() if "gloo" in record.backends}
+    names = [name for name, record in STRATEGIES.items() if "gloo" in record.backends]
+    found = {name: norms_of(name, WORKLOAD, ranks) for name in (*names, "fsdp-textbook:norms=whole")}
     tied = msgspec.structs.replace(WORKLOAD, model=configure("tiny", layers=2, vocabulary=101, tied=True))
     return {**found, "tied": norms_of("pipeline", tied, ranks)}
 

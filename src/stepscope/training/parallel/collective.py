@@ -3,7 +3,7 @@
 import datetime
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -51,16 +51,24 @@ def begin_average(tensor: Tensor) -> Callable[[], None]:
 
     NCCL finds the mean itself. gloo adds up alone, so the sum is divided after it: one more pass over the tensor.
     """
-    operation = dist.ReduceOp.AVG if tensor.is_cuda else dist.ReduceOp.SUM
+    finds_mean = _backend_for(tensor.device.type) == "nccl"
+    operation = dist.ReduceOp.AVG if finds_mean else dist.ReduceOp.SUM
     handle: Any = dist.all_reduce(tensor, operation, async_op=True)
 
     @torch.no_grad()
     def finish() -> None:
         handle.wait()
-        if not tensor.is_cuda:
+        if not finds_mean:
             tensor.div_(dist.get_world_size())
 
     return finish
+
+
+def _backend_for(device_type: str) -> str:
+    """The backend by which this job's tensors on such devices are sent: somebody's job may send those of a GPU by gloo,
+    too."""
+    named = [each.split(":") for each in dist.get_backend_config().split(",")]
+    return dict(named).get(device_type, "")
 
 
 def trained(module: nn.Module) -> list[nn.Parameter]:
@@ -80,11 +88,11 @@ def with_gradient(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 @torch.no_grad()
 def norm_over_ranks(
-    parameters: Sequence[Tensor], dtype: torch.dtype = torch.float32, *, but_for: Tensor | None = None
+    parameters: Sequence[Tensor], dtype: torch.dtype = torch.float32, *, but_for: Set[Tensor] = frozenset()
 ) -> Tensor:
-    """The global norm of gradients of which each rank has some that no other has. but_for: a parameter that another
+    """The global norm of gradients of which each rank has some that no other has. but_for: parameters that another
     rank has, too, and counts."""
-    square = global_norm([parameter for parameter in parameters if parameter is not but_for], dtype).square()
+    square = global_norm([parameter for parameter in parameters if parameter not in but_for], dtype).square()
     dist.all_reduce(square)
     return square.sqrt_()
 

@@ -17,21 +17,34 @@ tensor's storage. Letting it go shrinks that storage to nothing, and gathering f
 PyTorch's first FSDP does. Meanwhile the shard stands in the parameter's place in its module, so that nobody reads a
 tensor without storage: a module's state and its parameters are this rank's. With a compute dtype the gathered copy is
 in it, and so is what is sent; shards, gradients and the optimizer stay as they were.
+
+Modules that hold no matrix, norms above all, may be replicated instead: every rank keeps their parameters whole, and
+their gradients are averaged in one message after backward. A norm has M parameters beside the 12 M^2 or so of a block:
+to shard it saves nothing, costs three messages of a few KiB each, and rounds its weight to the compute dtype.
+
+The order of sums. A rank adds up the gradient over its own samples, and the ranks' sums are added: in floating point
+another sum than one process's over all samples, and no order of adding the ranks' sums gives that one back.
+`sums="batch"` does: the inputs and output gradients of each module are gathered (the sufficient factors of Xie et al.
+2016), and every rank finds the gradient of the weight over the whole batch, in the order of one process. That is more
+work and, for large batches, more bytes: it is for tests, to tell rounding from a mistake.
 """
 
 import contextlib
-from collections.abc import Container, Iterator, Sequence
-from typing import Any
+import functools
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from stepscope.core.errors import InputError
 from stepscope.recording.held_tensors import mark_part
 from stepscope.training.optimizer import when_ready
 from stepscope.training.parallel.collective import broadcast_from_first, norm_over_ranks
 from stepscope.training.parallel.step import Spread, Whole
+from stepscope.training.parallel.strategies.ddp_textbook import average_flat
 from stepscope.training.training_step import Ranks
 
 
@@ -122,55 +135,79 @@ class _Sharded:
 
 
 class FullyShardedDataParallel(nn.Module):
-    """A module of whose every parameter a rank keeps a shard; `parameters()` and `state_dict()` are of the shards.
+    """A module of whose parameters a rank keeps shards; `parameters()` and `state_dict()` are of the shards.
 
     compute_dtype: the dtype in which forward and backward compute, and parameters are sent; floating-point inputs are
     cast to it. Shards, gradients and their mean keep the parameters' own. units: submodules whose parameters come and
     go together; those that own parameters themselves, if left out. A module that reads another's parameters belongs to
-    one unit with it. Parameters begin as the first rank's. `finish_gradient_synchronization` belongs between backward
-    and the optimizer's step.
+    one unit with it. replicated: submodules whose own parameters every rank keeps whole, and computes with in their own
+    dtype; `without_matrices(module)` names the norms. sums: "ranks" adds up what each rank summed over its samples;
+    "batch" sums over all ranks' samples at once, in the order of one process, for modules that take and return tensors
+    whose first dimension is the batch. Parameters begin as the first rank's. `finish_gradient_synchronization` belongs
+    between backward and the optimizer's step. Raises InputError for sums="batch" with units, or with a module that
+    returns something else.
     """
 
     def __init__(
-        self, module: nn.Module, compute_dtype: torch.dtype | None = None, units: Sequence[nn.Module] | None = None
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        units: Sequence[nn.Module] | None = None,
+        *,
+        replicated: Sequence[nn.Module] = (),
+        sums: Literal["ranks", "batch"] = "ranks",
     ) -> None:
         super().__init__()
+        if sums == "batch" and units is not None:
+            raise InputError('sums="batch" takes each module by itself: leave out units')
         broadcast_from_first(module)
         self._compute_dtype = compute_dtype
         self._sharded: dict[str, _Sharded] = {}
-        self._replace(module, compute_dtype)
+        self.replicated_parameters: dict[str, nn.Parameter] = {}
+        """What every rank keeps whole, by its name in the module."""
+        self._replace(module, compute_dtype, set(replicated))
         self._of = {sharded.shard: sharded for sharded in self._sharded.values()}
         self.module = module
-        for unit in units if units is not None else [one for one in module.modules() if one._parameters]:
+        owners = [one for one in module.modules() if one._parameters]
+        for one in owners:
+            if compute_dtype is not None and one in replicated:
+                _compute_in_own_dtype(one, compute_dtype)
+        for unit in units if units is not None else owners:
             self._watch(unit)
         if units is not None:
             inside = {parameter for unit in units for parameter in unit.parameters()}
-            rest = [
-                one
-                for one in module.modules()
-                if any(p not in inside for p in one._parameters.values() if p is not None)
-            ]
-            for one in rest:
-                self._watch(one, own_only=True)
+            for one in owners:
+                if any(p in self._of and p not in inside for p in one._parameters.values()):
+                    self._watch(one, own_only=True)
+        if sums == "batch":
+            _sum_over_the_batch(owners, {**self.replicated_parameters, **self._wholes()})
 
-    def _replace(self, module: nn.Module, compute_dtype: torch.dtype | None) -> None:
+    def _wholes(self) -> dict[str, nn.Parameter]:
+        return {name: sharded.whole for name, sharded in self._sharded.items()}
+
+    def _replace(self, module: nn.Module, compute_dtype: torch.dtype | None, replicated: Container[nn.Module]) -> None:
         """Put shards in the parameters' places; a tied one is the same in each of its."""
-        by_parameter: dict[nn.Parameter, _Sharded] = {}
+        places: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
         for prefix, owner in module.named_modules():
-            for name, parameter in list(owner._parameters.items()):
-                if parameter is None:
-                    continue
-                if parameter not in by_parameter:
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
                     full_name = f"{prefix}.{name}" if prefix else name
-                    by_parameter[parameter] = self._sharded[full_name] = _Sharded(full_name, parameter, compute_dtype)
-                by_parameter[parameter].places.append((owner._parameters, name))
-        for sharded in self._sharded.values():
+                    places.setdefault(parameter, []).append((owner, name, full_name))
+        for parameter, stands_at in places.items():
+            _, _, full_name = stands_at[0]
+            if all(owner in replicated for owner, _, _ in stands_at):
+                self.replicated_parameters[full_name] = parameter
+                continue
+            sharded = self._sharded[full_name] = _Sharded(full_name, parameter, compute_dtype)
+            sharded.places = [(owner._parameters, name) for owner, name, _ in stands_at]
             sharded.stand_in_place(sharded.shard)
 
     def _watch(self, unit: nn.Module, *, own_only: bool = False) -> None:
         """Gather the unit's parameters before its forward and its backward, and let them go after its forward."""
         parameters = dict.fromkeys(unit.parameters(recurse=not own_only))
         sharded = [self._of[parameter] for parameter in parameters if parameter in self._of]
+        if not sharded:
+            return
 
         def gather(*_: Any) -> None:
             for one in sharded:
@@ -207,35 +244,112 @@ class FullyShardedDataParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The shards by the names of their parameters."""
-        for name, sharded in self._sharded.items():
-            yield f"{prefix}.{name}" if prefix else name, sharded.shard
+        """The shards, and what is replicated, by the names of their parameters."""
+        shards = {name: sharded.shard for name, sharded in self._sharded.items()}
+        for name, parameter in {**shards, **self.replicated_parameters}.items():
+            yield f"{prefix}.{name}" if prefix else name, parameter
 
     def finish_gradient_synchronization(self) -> None:
-        """Have every gradient averaged in its shard."""
+        """Have every gradient averaged: in its shard, or whole where its parameter is."""
         for sharded in self._sharded.values():
             sharded.finish()
+        average_flat([one for one in self.replicated_parameters.values() if one.requires_grad])
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Every parameter whole, by its name in the module. All ranks must call it."""
-        return {name: sharded.full(sharded.shard) for name, sharded in self._sharded.items()}
+        return self._full(dict(self.named_parameters()))
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Every gradient whole, by its parameter's name. All ranks must call it."""
+        return self._full({name: one.grad for name, one in self.named_parameters() if one.grad is not None})
+
+    def _full(self, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
-            name: sharded.full(sharded.shard.grad)
-            for name, sharded in self._sharded.items()
-            if sharded.shard.grad is not None
+            name: self._sharded[name].full(tensor) if name in self._sharded else tensor.detach()
+            for name, tensor in kept.items()
         }
 
 
+def without_matrices(module: nn.Module) -> list[nn.Module]:
+    """The submodules whose own parameters are vectors or single numbers: norms, above all."""
+    of_modules = ((one, [p for p in one._parameters.values() if p is not None]) for one in module.modules())
+    return [one for one, own in of_modules if own and all(parameter.dim() < 2 for parameter in own)]
+
+
+def _compute_in_own_dtype(module: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Let a module whose parameters are not cast take inputs in their dtype, and return the others'."""
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, value)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        own = next(module.parameters(recurse=False)).dtype
+        return cast(args, own), cast(kwargs, own)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(lambda _module, _args, output: cast(output, compute_dtype))
+
+
+def _sum_over_the_batch(owners: Sequence[nn.Module], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Have each parameter's gradient found over the samples of all ranks, by the module that owns it."""
+    found: dict[nn.Parameter, list[Tensor]] = {parameter: [] for parameter in parameters.values()}
+
+    def after_forward(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not isinstance(output, Tensor):
+            raise InputError(f'sums="batch" takes modules that return one tensor, and {type(module).__name__} does not')
+        if output.requires_grad:
+            inputs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+            output.register_hook(functools.partial(_gradients_of_batch, module, inputs, found))
+
+    for owner in owners:
+        owner.register_forward_hook(after_forward, with_kwargs=True)
+    for parameter, of_uses in found.items():
+        if parameter.is_floating_point():
+            trained = parameter.requires_grad
+            parameter.requires_grad_()  # a frozen one takes no hook, and may be trained later
+            parameter.register_hook(functools.partial(_mean_over_ranks, of_uses))
+            parameter.requires_grad_(trained)
+
+
+def _gradients_of_batch(
+    module: nn.Module, inputs: Any, found: Mapping[nn.Parameter, list[Tensor]], gradient: Tensor
+) -> None:
+    """Find the gradients of the module's own parameters, of the samples of all ranks."""
+    args, kwargs = tree_map_only(Tensor, _of_all_ranks, inputs)
+    wanted = [one for one in module._parameters.values() if one is not None and one.requires_grad]
+    with torch.enable_grad():
+        output = module.forward(*args, **kwargs)
+    gradients = torch.autograd.grad(output, wanted, _of_all_ranks(gradient), allow_unused=True)
+    for parameter, its_gradient in zip(wanted, gradients, strict=True):
+        if its_gradient is not None:
+            found[parameter].append(its_gradient)
+
+
+def _of_all_ranks(part: Tensor) -> Tensor:
+    """The tensors of all ranks, along their first dimension."""
+    whole = part.new_empty((dist.get_world_size() * part.shape[0], *part.shape[1:]))
+    dist.all_gather_into_tensor(whole, part.contiguous())
+    return whole
+
+
+def _mean_over_ranks(of_uses: list[Tensor], gradient: Tensor) -> Tensor:
+    """What stands in the place of this rank's gradient: the ranks' mean of it is the batch's, as each has the same."""
+    if not of_uses:
+        return gradient
+    mean = functools.reduce(torch.add, of_uses) / dist.get_world_size()
+    of_uses.clear()
+    return mean
+
+
 def fsdp_textbook(whole: Whole, ranks: Ranks) -> Spread:
-    """Shard every parameter; each block is a unit."""
+    """Shard every parameter, or all but the norms'; each block is a unit."""
     names = {parameter: name for name, parameter in whole.model.named_parameters()}
     inside = dict(whole.forward.named_parameters())
     renamed = {name: names[parameter] for name, parameter in inside.items() if parameter in names}
     compute = torch.bfloat16 if whole.record.chosen("compute") == "bf16" else None
-    module = FullyShardedDataParallel(whole.forward, compute_dtype=compute, units=list(whole.blocks))
+    norms = without_matrices(whole.forward) if whole.record.chosen("norms") == "whole" else []
+    module = FullyShardedDataParallel(whole.forward, compute_dtype=compute, units=list(whole.blocks), replicated=norms)
+    counted = set[Tensor](module.replicated_parameters.values()) if ranks.rank else set[Tensor]()
     return Spread(
         model=whole.model,
         forward=module,
@@ -245,5 +359,5 @@ def fsdp_textbook(whole: Whole, ranks: Ranks) -> Spread:
         finish=module.finish_gradient_synchronization,
         finishes=True,
         local=contextlib.nullcontext,
-        norm_of=norm_over_ranks,
+        norm_of=functools.partial(norm_over_ranks, but_for=counted),
     )

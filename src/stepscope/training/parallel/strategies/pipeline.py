@@ -118,7 +118,7 @@ def pipeline(whole: Whole, ranks: Ranks) -> Spread:
     finish = _sum_of_the_tied(model, numbers_here, stages, ranks)
     here = {names[parameter]: parameter for parameter in model.parameters()}
     # A tied weight that two ranks have is the first one's.
-    theirs = model.head.weight if finish is not None and stages - 1 in numbers_here else None
+    theirs = {model.head.weight} if finish is not None and stages - 1 in numbers_here else set[Tensor]()
     return Spread(
         model=model, forward=whole.forward, optimizer=whole.optimizer_of(here.values()),
         full_parameters=lambda: _of_all(ranks, here),
