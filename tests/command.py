@@ -211,7 +211,7 @@ WITHOUT_POLARS = """
 import sys
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "altair", "vl_convert"}:
+        if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "vl_convert"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 from stepscope.app.cli.app import app

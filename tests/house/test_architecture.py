@@ -34,7 +34,7 @@ LIBRARIES = {
     "training": {"liger_kernel", "msgspec", "quack", "torch", "transformers"},
     "engine": {"msgspec", "ray", "torch"},
     "questions": {"msgspec", "polars", "torch"},
-    "rendering": {"altair", "jinja2", "msgspec", "polars", "rich", "vl_convert"},
+    "rendering": {"jinja2", "msgspec", "polars", "rich", "vl_convert"},
     "app": {"msgspec", "rich", "torch", "typer"},
 }
 
@@ -175,7 +175,7 @@ def test_reading_needs_no_torch(tmp_path: Path):
                      ["memory", f"{data}/snapshot_train.pickle.gz"], ["fit", "--model", "tiny", "--memory", "1GiB"],
                      ["plan", "--model", "large", "--ranks", "2", "--device", "H100"]):
             app(verb, standalone_mode=False)
-        assert not {"altair", "vl_convert"} & set(sys.modules), "nobody asked for a plot"
+        assert "vl_convert" not in sys.modules, "nobody asked for a plot"
         for verb in (["report", first, "-o", f"{out}/page.html"], ["writeup", out, "-o", f"{out}/w.md"]):
             app(verb, standalone_mode=False)
         """,
@@ -192,7 +192,7 @@ def test_help_loads_next_to_nothing():
         import sys
         from stepscope.app.cli.app import app
         app(["--help"], standalone_mode=False)
-        heavy = {"torch", "polars", "numpy", "scipy", "asyncio", "altair", "vl_convert"} & set(sys.modules)
+        heavy = {"torch", "polars", "numpy", "scipy", "asyncio", "vl_convert"} & set(sys.modules)
         assert not heavy, heavy
         """
     )
@@ -207,7 +207,7 @@ def test_the_acting_wing_runs_on_a_bare_machine(tmp_path: Path):
         import sys
         class Missing:
             def find_spec(self, name, path=None, target=None):
-                if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "altair", "vl_convert"}:
+                if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "vl_convert"}:
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         sys.meta_path.insert(0, Missing())
         from stepscope.app.cli.app import app

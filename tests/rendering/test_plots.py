@@ -11,7 +11,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-import altair as alt
 import msgspec
 import polars as pl
 import pytest
@@ -30,7 +29,7 @@ from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.units import GIB
 from stepscope.rendering.charts import draw_bars, draw_series, log_ticks
 from stepscope.rendering.picture import draw_answer
-from stepscope.rendering.plots import CATEGORY_COLOURS, plot_spec, plot_svg, save_plot
+from stepscope.rendering.plots import CATEGORY_COLOURS, Spec, plot_spec, plot_svg, save_plot
 from stepscope.runs.answer import answer_run
 from stepscope.runs.tables import TableQuery, table_panels
 from tests.command import Done, stepscope
@@ -65,7 +64,7 @@ def timeline(
     title: str,
     reserved_bytes: int = 0,
     interactive: bool = False,
-) -> alt.TopLevelMixin:
+) -> Spec:
     """The picture of live memory over time, by the way that `memory --save` takes."""
     panel = panel_of(live, phases, heading=title, reserved_bytes=reserved_bytes)
     return draw_answer(Answer(study="memory", question="", panels=(panel,)), interactive=interactive)
@@ -218,11 +217,11 @@ class Tags(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def chart() -> alt.TopLevelMixin:
+def chart() -> Spec:
     return timeline(a_step(), PHASES, title="</script><b>a step", interactive=True)
 
 
-def test_html_needs_no_network_and_its_text_cannot_end_the_script(tmp_path: Path, chart: alt.TopLevelMixin):
+def test_html_needs_no_network_and_its_text_cannot_end_the_script(tmp_path: Path, chart: Spec):
     save_plot(chart, tmp_path / "plot.html")
     html = (tmp_path / "plot.html").read_text()
     page = Tags()
@@ -240,7 +239,7 @@ def test_html_needs_no_network_and_its_text_cannot_end_the_script(tmp_path: Path
     assert vl_convert.vegalite_to_svg(spec).startswith("<svg"), "what the page holds can be drawn"
 
 
-def test_png_has_two_pixels_for_one_of_the_svg(tmp_path: Path, chart: alt.TopLevelMixin):
+def test_png_has_two_pixels_for_one_of_the_svg(tmp_path: Path, chart: Spec):
     save_plot(chart, tmp_path / "plot.png")
     save_plot(chart, tmp_path / "plot.svg")
     svg = (tmp_path / "plot.svg").read_text()
@@ -249,7 +248,7 @@ def test_png_has_two_pixels_for_one_of_the_svg(tmp_path: Path, chart: alt.TopLev
 
 
 @pytest.mark.long
-def test_the_same_input_gives_the_same_bytes_in_any_process(tmp_path: Path, chart: alt.TopLevelMixin):
+def test_the_same_input_gives_the_same_bytes_in_any_process(tmp_path: Path, chart: Spec):
     again = timeline(a_step(), PHASES, title="</script><b>a step", interactive=True)
     for suffix in (".svg", ".png", ".html", ".json"):
         save_plot(chart, tmp_path / f"a{suffix}")
@@ -287,7 +286,7 @@ def test_clip_paths_of_a_drawing_are_those_it_refers_to():
         (f"{'x' * 300}.svg", "cannot write the plot .*too long"),
     ],
 )
-def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: Path, chart: alt.TopLevelMixin, name: str, message: str):
+def test_a_plot_that_cannot_be_written_is_one_line(tmp_path: Path, chart: Spec, name: str, message: str):
     with pytest.raises(InputError, match=message) as caught:
         save_plot(chart, tmp_path / name)
     assert "\n" not in str(caught.value)
@@ -350,7 +349,7 @@ def test_ticks_stand_at_the_lengths_that_were_measured():
     assert "4,096" in texts_of(draw_series([panel]))
 
 
-def texts_of(chart: alt.TopLevelMixin) -> list[str]:
+def texts_of(chart: Spec) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", plot_svg(plot_spec(chart)))
 
 
@@ -459,13 +458,13 @@ RUNS = [
 ]  # fmt: skip
 
 
-def drawn_points(chart: alt.TopLevelMixin) -> list[dict[str, Any]]:
+def drawn_points(chart: Spec) -> list[dict[str, Any]]:
     spec = plot_spec(chart)
     rows = next(rows for rows in spec["datasets"].values() if rows and "doubted" in rows[0])
     return sorted(rows, key=lambda row: (row["line"], row["x"]))
 
 
-def drawn_table(query: TableQuery) -> alt.TopLevelMixin:
+def drawn_table(query: TableQuery) -> Spec:
     return draw_answer(Answer(study="table", question="", panels=table_panels(RUNS, query)))
 
 
@@ -547,4 +546,4 @@ except InputError as error:
     print(error)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "cannot plot without vl_convert: pip install altair vl-convert-python\n"
+    assert result.stdout == "cannot plot without vl_convert: pip install vl-convert-python\n"

@@ -8,13 +8,51 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import altair as alt
-
 from stepscope.core.answer import Guide, Panel, Point, Span
 from stepscope.core.errors import InputError, printable
 from stepscope.core.units import GIB, KIB, MIB, format_bytes
 from stepscope.rendering.cells import COLOURS, icicle_places
-from stepscope.rendering.plots import CATEGORY_COLOURS, DASHES, FAINT, INK, PALETTE, SHAPES, colours_of, told_apart
+from stepscope.rendering.plots import (
+    CATEGORY_COLOURS,
+    DASHES,
+    FAINT,
+    INK,
+    PALETTE,
+    SHAPES,
+    Spec,
+    colours_of,
+    told_apart,
+)
+
+# Charts are dictionaries in the words of Vega-Lite: a library of chart objects copies each part of a chart for every
+# layer that has it, and takes longer than to draw them.
+
+
+_KINDS = {"Q": "quantitative", "N": "nominal"}
+
+
+def _field(column: str, **options: Any) -> Spec:
+    """A channel that shows a column of the rows, as `ms:Q` for a quantity or `name:N` for a name."""
+    name, _, kind = column.rpartition(":")
+    return {"field": name, "type": _KINDS[kind], **options}
+
+
+def _either(test: str, then: object, otherwise: Spec) -> Spec:
+    """A channel of one value in rows for which the test holds, and of another in the others."""
+    return {"condition": {"test": test, "value": then}, **otherwise}
+
+
+def _value(value: object) -> Spec:
+    return {"value": value}
+
+
+def _marks_of(rows: Sequence[Any], mark: str, encoding: Spec, **look: Any) -> Spec:
+    """A layer: a mark for each row. encoding: channels, one that shows a column as it is by the column alone."""
+    channels = {name: _field(channel) if isinstance(channel, str) else channel for name, channel in encoding.items()}
+    if "tooltip" in channels:
+        channels["tooltip"] = [_field(one) if isinstance(one, str) else one for one in channels["tooltip"]]
+    return {"data": {"values": rows}, "mark": {"type": mark, **look}, "encoding": channels}
+
 
 # Axes that plots share: logarithmic ones with few, round ticks.
 
@@ -35,12 +73,12 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [tick for decade in decades for step in steps if low <= (tick := float(f"{step}e{decade}")) <= high]
 
 
-def log_axis(low: float, high: float, *, grid: bool = True) -> alt.Axis:
+def log_axis(low: float, high: float, *, grid: bool = True) -> Spec:
     """For a logarithmic scale whose domain this is."""
     ticks = log_ticks(low, high)
     # Less than one interval of them: leave the choice to Vega.
     values: dict[str, Any] = {"values": ticks} if len(ticks) > 2 else {"tickCount": 4}
-    return alt.Axis(format=NUMBER, labelOverlap="greedy", labelExpr=_POWERS, grid=grid, **values)
+    return {"format": NUMBER, "labelOverlap": "greedy", "labelExpr": _POWERS, "grid": grid, **values}
 
 
 MOST_BARS = 80
@@ -49,7 +87,7 @@ LONGEST_NAME = 48
 _ROW_PX = 18
 
 
-def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.LayerChart | alt.FacetChart:
+def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> Spec:
     """The panel's bars, lying, a row for each name, or for each name and colour where they stand side by side.
 
     Raises InputError where there is nothing to draw, or more than can be told apart.
@@ -67,54 +105,48 @@ def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Layer
     if log and min(values) <= 0:
         raise InputError(f"{panel.y_title} has a value of zero or less: no logarithmic axis can show it")
     ends = (min(values) / 1.5, max(values) * 1.2) if log else None
-    axis = log_axis(*ends) if ends else alt.Axis(format=NUMBER, tickCount=6)
-    scale = alt.Scale(type="log", domain=list(ends), nice=False) if ends else alt.Scale(zero=True)
-    rows = alt.Y("name:N", sort=names, title=panel.x_title or None, axis=alt.Axis(labelLimit=420, grid=False))
-    colour = alt.Color(
+    axis = log_axis(*ends) if ends else {"format": NUMBER, "tickCount": 6}
+    scale = {"type": "log", "domain": list(ends), "nice": False} if ends else {"zero": True}
+    rows = _field("name:N", sort=names, title=panel.x_title or None, axis={"labelLimit": 420, "grid": False})
+    colour = _field(
         "line:N",
-        scale=alt.Scale(domain=lines, range=colours_of(lines)),
-        legend=alt.Legend(title=None, symbolType="square") if len(lines) > 1 else None,
+        scale={"domain": lines, "range": colours_of(lines)},
+        legend={"title": None, "symbolType": "square"} if len(lines) > 1 else None,
     )
     if len(lines) == 1 and all(name in COLOURS for name in names):  # phases, in the colours that other charts give them
-        colour = alt.Color("name:N", scale=alt.Scale(domain=names, range=colours_of(names)), legend=None)
-    beside: dict[str, Any] = {} if stacked or len(lines) == 1 else {"yOffset": alt.YOffset("line:N", sort=lines)}
-    length = alt.X("y:Q", title=panel.y_title, scale=scale, axis=axis, stack="zero" if stacked else None)
-    order: dict[str, Any] = {"order": alt.Order("place:Q")} if stacked else {}
-    tooltip = ["name:N", "line:N", alt.Tooltip("y:Q", format=",.4~g")]
-    opacity = alt.condition("datum.doubted", alt.value(0.35), alt.value(1.0))
-    layers: list[alt.Chart] = [
-        _chart(known, lines)
-        .mark_bar()
-        .encode(x=length, y=rows, color=colour, opacity=opacity, tooltip=tooltip, **beside, **order)
-    ]
+        colour = _field("name:N", scale={"domain": names, "range": colours_of(names)}, legend=None)
+    beside = {} if stacked or len(lines) == 1 else {"yOffset": _field("line:N", sort=lines)}
+    length = _field("y:Q", title=panel.y_title, scale=scale, axis=axis, stack="zero" if stacked else None)
+    bars = {
+        "x": length, "y": rows, "color": colour, "opacity": _either("datum.doubted", 0.35, _value(1.0)),
+        "tooltip": ["name:N", "line:N", _field("y:Q", format=",.4~g")], **beside,
+        **({"order": _field("place:Q")} if stacked else {}),
+    }  # fmt: skip
+    layers = [_marks_of(_bar_rows(known, lines), "bar", bars)]
     between = [point for point in known if point.low is not None and point.high is not None]
     if between and not stacked:
-        low = alt.X("low:Q", title=panel.y_title, scale=scale, axis=axis)
-        layers.append(
-            _chart(between, lines).mark_rule(color=INK, strokeWidth=1.4).encode(x=low, x2="high:Q", y=rows, **beside)
-        )
+        low = _field("low:Q", title=panel.y_title, scale=scale, axis=axis)
+        ends_of = {"x": low, "x2": {"field": "high"}, "y": rows, **beside}
+        layers.append(_marks_of(_bar_rows(between, lines), "rule", ends_of, color=INK, strokeWidth=1.4))
     missing = [point for point in panel.points if point.missing]
     if missing:
-        layers.append(
-            _chart(missing, lines)
-            .mark_text(align="left", dx=4, fontStyle="italic", color=INK)
-            .encode(x=alt.value(0), y=rows, text="missing:N", **beside)
-        )
+        words = {"x": _value(0), "y": rows, "text": "missing:N", **beside}
+        look = {"align": "left", "dx": 4, "fontStyle": "italic", "color": INK}
+        layers.append(_marks_of(_bar_rows(missing, lines), "text", words, **look))
     height = max(120, _ROW_PX * len(names) * (len(lines) if beside else 1))
-    return alt.layer(*layers).properties(width=640, height=height, title=_titled(title, subtitle))
+    return {"layer": layers, "width": 640, "height": height, "title": _titled(title, subtitle)}
 
 
 def _name(point: Point) -> str:
     return printable(point.name, LONGEST_NAME)
 
 
-def _chart(points: Sequence[Point], lines: Sequence[str]) -> alt.Chart:
-    rows = [
+def _bar_rows(points: Sequence[Point], lines: Sequence[str]) -> list[Spec]:
+    return [
         {"name": _name(p), "line": printable(p.line), "y": p.y, "low": p.low, "high": p.high, "doubted": p.doubted,
          "missing": printable(p.missing), "place": lines.index(printable(p.line))}
         for p in points
     ]  # fmt: skip
-    return alt.Chart(alt.InlineData(values=rows))
 
 
 # Points that no line joins, held against lines and ribbons; one panel below the other, over one axis.
@@ -124,7 +156,7 @@ WIDTH, HEIGHT, LOWER_HEIGHT = 620, 460, 190
 """The first panel is nearly square, so that a diagonal is one; the others are low."""
 
 
-def draw_points(panels: Sequence[Panel], *, title: str = "", subtitle: str = "") -> alt.VConcatChart:
+def draw_points(panels: Sequence[Panel], *, title: str = "", subtitle: str = "") -> Spec:
     """The panels' points: colour by line, shape by style, hollow where a point stands apart.
 
     Raises InputError where there is nothing to draw, or more colours or shapes than can be told apart.
@@ -146,20 +178,19 @@ def draw_points(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
             for p in panel.points
         ]  # fmt: skip
         tooltip = [
-            alt.Tooltip("name:N"),
-            alt.Tooltip("line:N", title=panel.frame.line_title or "line"),
-            alt.Tooltip("style:N", title=panel.frame.style_title or "style"),
-            alt.Tooltip("x:Q", title=panel.x_title, format=",.4~g"),
-            alt.Tooltip("y:Q", title=panel.y_title, format=",.4~g"),
+            "name:N",
+            _field("line:N", title=panel.frame.line_title or "line"),
+            _field("style:N", title=panel.frame.style_title or "style"),
+            _field("x:Q", title=panel.x_title, format=",.4~g"),
+            _field("y:Q", title=panel.y_title, format=",.4~g"),
         ]
-        x = alt.X("x:Q", title=panel.x_title, **_axis([p.x for p in panel.points], panel.frame.x_ends, panel.x_log))
-        y = alt.Y("y:Q", title=panel.y_title, **_axis([p.y for p in panel.points], panel.frame.y_ends, panel.y_log))
+        x = _field("x:Q", title=panel.x_title, **_axis([p.x for p in panel.points], panel.frame.x_ends, panel.x_log))
+        y = _field("y:Q", title=panel.y_title, **_axis([p.y for p in panel.points], panel.frame.y_ends, panel.y_log))
         layers = [layer for guide in panel.frame.guides for layer in _guide(guide, x, y)]
-        dots = alt.Chart(alt.InlineData(values=rows))
-        dots = dots.mark_point(size=70, strokeWidth=1.4, opacity=1, fillOpacity=0.75)
-        chart = alt.layer(*layers, dots.encode(**marks, tooltip=tooltip, x=x, y=y))
-        charts.append(chart.properties(width=WIDTH, height=LOWER_HEIGHT if i else HEIGHT))
-    return alt.vconcat(*charts, spacing=26).properties(title=_titled(title, subtitle))
+        look = {"size": 70, "strokeWidth": 1.4, "opacity": 1, "fillOpacity": 0.75}
+        layers.append(_marks_of(rows, "point", {**marks, "tooltip": tooltip, "x": x, "y": y}, **look))
+        charts.append({"layer": layers, "width": WIDTH, "height": LOWER_HEIGHT if i else HEIGHT})
+    return {"vconcat": charts, "spacing": 26, "title": _titled(title, subtitle)}
 
 
 def _axis(values: Sequence[float], ends: tuple[float, float] | None, log: bool | None) -> dict[str, Any]:
@@ -168,46 +199,43 @@ def _axis(values: Sequence[float], ends: tuple[float, float] | None, log: bool |
         low, high = ends or (min(values) / 1.25, max(values) * 1.25)
         if low <= 0:
             raise InputError("a value of zero or less: no logarithmic axis can show it")
-        return {"scale": alt.Scale(type="log", domain=[low, high], nice=False), "axis": log_axis(low, high)}
-    domain: dict[str, Any] = {"domain": list(ends), "nice": False} if ends else {}
-    return {"scale": alt.Scale(**domain), "axis": alt.Axis(format=NUMBER)}
+        return {"scale": {"type": "log", "domain": [low, high], "nice": False}, "axis": log_axis(low, high)}
+    return {"scale": {"domain": list(ends), "nice": False} if ends else {}, "axis": {"format": NUMBER}}
 
 
 def _marks(lines: list[str], styles: list[str], line_title: str, style_title: str, *, hollow: bool) -> dict[str, Any]:
     """How a point looks: colour by line, shape by style, filled where it counts."""
-    line_scale = alt.Scale(domain=lines, range=colours_of(lines))
-    style_scale = alt.Scale(domain=styles, range=list(SHAPES[: len(styles)]))
-    by_shape = alt.Legend(title=style_title or None) if len(styles) > 1 else None
-    filled = alt.condition("datum.hollow", alt.value(0.0), alt.value(0.75))
+    line_scale = {"domain": lines, "range": colours_of(lines)}
+    style_scale = {"domain": styles, "range": list(SHAPES[: len(styles)])}
+    by_shape = {"title": style_title or None} if len(styles) > 1 else None
     return {
-        "color": alt.Color(
-            "line:N", scale=line_scale, legend=alt.Legend(title=line_title or None, symbolType="circle")
-        ),
-        "fill": alt.Fill("line:N", scale=line_scale, legend=None),
-        "shape": alt.Shape("style:N", scale=style_scale, legend=by_shape),
-        **({"fillOpacity": filled} if hollow else {}),
+        "color": _field("line:N", scale=line_scale, legend={"title": line_title or None, "symbolType": "circle"}),
+        "fill": _field("line:N", scale=line_scale, legend=None),
+        "shape": _field("style:N", scale=style_scale, legend=by_shape),
+        **({"fillOpacity": _either("datum.hollow", 0.0, _value(0.75))} if hollow else {}),
     }
 
 
-def _guide(guide: Guide, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+def _guide(guide: Guide, x: Spec, y: Spec) -> list[Spec]:
     """A line, or a ribbon with its name at its upper right end."""
     if not guide.x:
-        level = alt.Chart(alt.InlineData(values=[{"y": guide.y[0]}]))
-        return [level.mark_rule(color=INK, strokeWidth=1).encode(y=y), *_named(guide, guide.y[0], y)]
+        level = _marks_of([{"y": guide.y[0]}], "rule", {"y": y}, color=INK, strokeWidth=1)
+        return [level, *_named(guide, guide.y[0], y)]
     if not guide.to:
         rows = [{"x": at, "y": edge} for at, edge in zip(guide.x, guide.y, strict=True)]
-        line = alt.Chart(alt.InlineData(values=rows)).mark_line(color=INK, strokeWidth=1).encode(x=x, y=y)
+        line = _marks_of(rows, "line", {"x": x, "y": y}, color=INK, strokeWidth=1)
         return [line, *_named(guide, guide.y[-1], y)]
     rows = [{"x": at, "y": edge, "to": to} for at, edge, to in zip(guide.x, guide.y, guide.to, strict=True)]
-    ribbon = alt.Chart(alt.InlineData(values=rows)).mark_area(clip=True, color=FAINT, opacity=0.18)
-    return [ribbon.encode(x=x, y=y, y2="to:Q"), *_named(guide, guide.to[-1], y)]
+    edges = {"x": x, "y": y, "y2": {"field": "to"}}
+    ribbon = _marks_of(rows, "area", edges, clip=True, color=FAINT, opacity=0.18)
+    return [ribbon, *_named(guide, guide.to[-1], y)]
 
 
-def _named(guide: Guide, height: float, y: alt.Y) -> list[alt.Chart]:
+def _named(guide: Guide, height: float, y: Spec) -> list[Spec]:
     if not guide.name:
         return []
-    name = alt.Chart(alt.InlineData(values=[{"y": height, "name": printable(guide.name)}]))
-    return [name.mark_text(align="left", color=FAINT, x=WIDTH + 6).encode(y=y, text="name:N")]
+    rows = [{"y": height, "name": printable(guide.name)}]
+    return [_marks_of(rows, "text", {"y": y, "text": "name:N"}, align="left", color=FAINT, x=WIDTH + 6)]
 
 
 # Lines of one quantity against another: a panel a quantity, a colour a line, bars where an interval is known.
@@ -228,7 +256,7 @@ HOLLOW = "hollow or pale: doubted by the run's own findings"
 """What the subtitle says of points that are doubted."""
 
 
-def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "") -> alt.ConcatChart:
+def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "") -> Spec:
     """Panels over one axis of x, which is the first one's, at most two abreast.
 
     A scale of None is logarithmic for values that span decades.
@@ -250,18 +278,20 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
     joined = len({(point.line, point.style) for point in points}) < len({(p.line, p.style, p.x) for p in points})
     # A style is told by dashes, or by shapes where nothing joins the points. Not by both: Vega-Lite would draw them in
     # one legend, of dashed shapes that read badly.
-    colours = alt.Scale(domain=lines, range=colours_of(lines))
-    by_colour = alt.Legend(title=frame.line_title or None, symbolType="circle") if len(lines) > 1 else None
-    by_dash = alt.Legend(title=frame.style_title or None, symbolType="stroke", symbolSize=500, symbolStrokeColor=INK)
-    by_shape = alt.Legend(title=frame.style_title or None, symbolFillColor=INK)
-    dash, shape = alt.value(DASHES[0]), alt.value(SHAPES[0])
+    colours = {"domain": lines, "range": colours_of(lines)}
+    by_colour = {"title": frame.line_title or None, "symbolType": "circle"} if len(lines) > 1 else None
+    by_dash = {
+        "title": frame.style_title or None, "symbolType": "stroke", "symbolSize": 500, "symbolStrokeColor": INK
+    }  # fmt: skip
+    by_shape = {"title": frame.style_title or None, "symbolFillColor": INK}
+    dash, shape = _value(DASHES[0]), _value(SHAPES[0])
     if len(styles) > 1 and joined:
-        dash = alt.StrokeDash("style:N", scale=alt.Scale(domain=styles, range=list(DASHES)), legend=by_dash)
+        dash = _field("style:N", scale={"domain": styles, "range": list(DASHES)}, legend=by_dash)
     elif len(styles) > 1:
-        shape = alt.Shape("style:N", scale=alt.Scale(domain=styles, range=list(SHAPES)), legend=by_shape)
+        shape = _field("style:N", scale={"domain": styles, "range": list(SHAPES)}, legend=by_shape)
     channels = {
-        "color": alt.Color("line:N", scale=colours, legend=by_colour),
-        "fill": alt.condition("datum.doubted", alt.value("white"), alt.Fill("line:N", scale=colours, legend=None)),
+        "color": _field("line:N", scale=colours, legend=by_colour),
+        "fill": _either("datum.doubted", "white", _field("line:N", scale=colours, legend=None)),
         "strokeDash": dash,
         "shape": shape,
     }
@@ -281,11 +311,11 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
                 f"{panel.y_title} against {x_title} has a value of zero or less: no logarithmic axis can show it"
             )
         ends = (min(values) / 1.2, max(values) * 1.2) if log else (min(0.0, *values), max(values) * 1.08 or 1.0)
-        scale = alt.Scale(type="log" if log else "linear", domain=list(ends), nice=False)
-        axis = log_axis(*ends) if log else alt.Axis(format=NUMBER, tickCount=6)
-        y, low = (alt.Y(name, title=panel.y_title, scale=scale, axis=axis) for name in ("y:Q", "low:Q"))
-        charts.append(alt.layer(*_layers(panel, x, y, low, channels)).properties(width=width, height=height))
-    return alt.concat(*charts, columns=2).properties(title=_titled(title, subtitle))
+        scale = {"type": "log" if log else "linear", "domain": list(ends), "nice": False}
+        axis = log_axis(*ends) if log else {"format": NUMBER, "tickCount": 6}
+        y, low = (_field(name, title=panel.y_title, scale=scale, axis=axis) for name in ("y:Q", "low:Q"))
+        charts.append({"layer": _layers(panel, x, y, low, channels), "width": width, "height": height})
+    return {"concat": charts, "columns": 2, "title": _titled(title, subtitle)}
 
 
 def _values(panel: Panel) -> list[float]:
@@ -298,19 +328,19 @@ def spans(values: Sequence[float], factor: float) -> bool:
     return min(values) > 0 and max(values) >= factor * min(values)
 
 
-def _x_axis(xs: list[float], title: str, *, log: bool) -> alt.X:
+def _x_axis(xs: list[float], title: str, *, log: bool) -> Spec:
     """Ticks stand at the values themselves where these are few and round: lengths are powers of two, or chosen."""
-    kind: dict[str, Any] = {"type": "log", "base": 2} if log else {"zero": False}
-    scale = alt.Scale(**kind, nice=False, padding=14)
+    kind = {"type": "log", "base": 2} if log else {"zero": False}
+    scale = {**kind, "nice": False, "padding": 14}
     chosen = len(xs) <= 12 and all(x == float(f"{x:.3g}") or float(x).is_integer() for x in xs)
     if log and not chosen and len(xs) <= 12:
-        return alt.X("x:Q", title=title, scale=scale, axis=log_axis(xs[0], xs[-1], grid=False))
-    ticks: dict[str, Any] = {"values": xs} if chosen else {}
-    axis = alt.Axis(format=NUMBER, labelOverlap="greedy", grid=False, **ticks)
-    return alt.X("x:Q", title=title, scale=scale, axis=axis)
+        return _field("x:Q", title=title, scale=scale, axis=log_axis(xs[0], xs[-1], grid=False))
+    ticks = {"values": xs} if chosen else {}
+    axis = {"format": NUMBER, "labelOverlap": "greedy", "grid": False, **ticks}
+    return _field("x:Q", title=title, scale=scale, axis=axis)
 
 
-def _layers(panel: Panel, x: alt.X, y: alt.Y, low: alt.Y, channels: dict[str, Any]) -> list[alt.Chart]:
+def _layers(panel: Panel, x: Spec, y: Spec, low: Spec, channels: dict[str, Spec]) -> list[Spec]:
     placed = [point for point in panel.points if point.is_drawn]
     # For each line that lies on it and is drawn later, a line is drawn wider, and seen on both sides.
     lines: dict[tuple[str, str], dict[float, float]] = {}
@@ -328,29 +358,26 @@ def _layers(panel: Panel, x: alt.X, y: alt.Y, low: alt.Y, channels: dict[str, An
     ]  # fmt: skip
     counts = Counter((point.line, point.style) for point in placed)
     dotted = [row for row, p in zip(rows, placed, strict=True) if counts[p.line, p.style] <= MOST_DOTS]
-    chart, dots = alt.Chart(alt.InlineData(values=rows)), alt.Chart(alt.InlineData(values=dotted))
-    bars = alt.Chart(alt.InlineData(values=[row for row in rows if row["low"] is not None and row["high"] is not None]))
+    bars = [row for row in rows if row["low"] is not None and row["high"] is not None]
     colour, dash, shape = channels["color"], channels["strokeDash"], channels["shape"]
-    tooltip = ["line:N", "style:N", "x:Q", alt.Tooltip("y:Q", format=",.4~g")]
-    width: dict[str, Any] = (
-        {"strokeWidth": alt.StrokeWidth("wide:Q", scale=None, legend=None)} if any(wide.values()) else {}
-    )
+    width = {"strokeWidth": _field("wide:Q", scale=None, legend=None)} if any(wide.values()) else {}
+    line = {"x": x, "y": y, "color": colour, "strokeDash": dash, "detail": "style:N", **width}
+    dot = {"x": x, "y": y, "color": colour, "shape": shape, "fill": channels["fill"],
+           "tooltip": ["line:N", "style:N", "x:Q", _field("y:Q", format=",.4~g")]}  # fmt: skip
     return [
-        chart.mark_line(strokeWidth=_WIDTH).encode(x=x, y=y, color=colour, strokeDash=dash, detail="style:N", **width),
-        bars.mark_rule(strokeWidth=1.6).encode(x=x, y=low, y2="high:Q", color=colour),
+        _marks_of(rows, "line", line, strokeWidth=_WIDTH),
+        _marks_of(bars, "rule", {"x": x, "y": low, "y2": {"field": "high"}, "color": colour}, strokeWidth=1.6),
         *_lost(panel, placed, x, y, colour),
-        dots.mark_point(size=60, strokeWidth=1.8, opacity=1).encode(
-            x=x, y=y, color=colour, shape=shape, fill=channels["fill"], tooltip=tooltip
-        ),
+        _marks_of(dotted, "point", dot, size=60, strokeWidth=1.8, opacity=1),
     ]
 
 
-def _lost(panel: Panel, placed: Sequence[Point], x: alt.X, y: alt.Y, colour: alt.Color) -> list[alt.Chart]:
+def _lost(panel: Panel, placed: Sequence[Point], x: Spec, y: Spec, colour: Spec) -> list[Spec]:
     """A word for each point that has no place, in its line's colour at the height of that line's last point; at the top
     where the line has none."""
     last = {point.line: point.y for point in sorted(placed, key=lambda point: point.x)}
     words_at: Counter[tuple[float, float | None]] = Counter()
-    marks: list[alt.Chart] = []
+    marks: list[Spec] = []
     for point in panel.points:
         if point.is_drawn:
             continue
@@ -361,11 +388,9 @@ def _lost(panel: Panel, placed: Sequence[Point], x: alt.X, y: alt.Y, colour: alt
             "line": printable(point.line),
             "why": printable(point.missing or str(point.y)),
         }
-        place = y if height is not None else alt.value(0)
-        mark = alt.Chart(alt.InlineData(values=[row])).mark_text(
-            baseline="top", fontWeight="bold", dy=2 + _LABEL_PX * words_at[point.x, height]
-        )
-        marks.append(mark.encode(x=x, y=place, text="why:N", color=colour))
+        place = y if height is not None else _value(0)
+        look = {"baseline": "top", "fontWeight": "bold", "dy": 2 + _LABEL_PX * words_at[point.x, height]}
+        marks.append(_marks_of([row], "text", {"x": x, "y": place, "text": "why:N", "color": colour}, **look))
         words_at[point.x, height] += 1
     return marks
 
@@ -381,7 +406,7 @@ _LONGEST = 40
 _MORE = "other"
 
 
-def draw_icicle(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.LayerChart | alt.FacetChart:
+def draw_icicle(panel: Panel, *, title: str = "", subtitle: str = "") -> Spec:
     """The nodes by depth from the top, each as wide as its value; the innermost are coloured by name.
 
     Raises InputError where there is nothing to draw.
@@ -400,21 +425,24 @@ def draw_icicle(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Lay
                      "part": printable(node.name), "below": depth + 0.96})  # fmt: skip
     shades = ["phases and modules", *map(printable, kinds), _MORE]
     colours = ["#D9DBDF", *colours_of(kinds), "#ADADAD"]
-    base = alt.Chart(alt.Data(values=rows), height=_TILE_ROW_PX * (max(depths) + 1), width=_WIDTH_PX)
-    x = alt.X("left:Q", title=panel.x_title, scale=alt.Scale(domain=[0, whole], nice=False))
-    y = alt.Y("depth:Q", scale=alt.Scale(reverse=True, domain=[0, max(depths) + 1], nice=False), axis=None)
-    colour = alt.Color("kind:N", scale=alt.Scale(domain=shades, range=colours), legend=alt.Legend(title=None))
-    tiles = base.mark_rect(stroke="white", strokeWidth=0.6).encode(
-        x=x, x2="right:Q", y=y, y2="below:Q", color=colour, tooltip=["part:N"]
-    )
-    words = base.mark_text(align="left", baseline="middle", dx=4, fontSize=10, color="#000000").encode(
-        x=x, y=alt.Y("middle:Q", scale=alt.Scale(reverse=True, domain=[0, max(depths) + 1], nice=False), axis=None),
-        text="name:N",
-    ).transform_calculate(middle="datum.depth + 0.48")  # fmt: skip
-    return alt.layer(tiles, words).properties(title=_titled(title, subtitle))
+    depth = {"scale": {"reverse": True, "domain": [0, max(depths) + 1], "nice": False}, "axis": None}
+    x = _field("left:Q", title=panel.x_title, scale={"domain": [0, whole], "nice": False})
+    colour = _field("kind:N", scale={"domain": shades, "range": colours}, legend={"title": None})
+    tile = {"x": x, "x2": {"field": "right"}, "y": _field("depth:Q", **depth), "y2": {"field": "below"},
+            "color": colour, "tooltip": ["part:N"]}  # fmt: skip
+    word = {"x": x, "y": _field("middle:Q", **depth), "text": "name:N"}
+    look = {"align": "left", "baseline": "middle", "dx": 4, "fontSize": 10, "color": "#000000"}
+    words = _marks_of(rows, "text", word, **look)
+    words["transform"] = [{"calculate": "datum.depth + 0.48", "as": "middle"}]
+    return {
+        "layer": [_marks_of(rows, "rect", tile, stroke="white", strokeWidth=0.6), words],
+        "width": _WIDTH_PX,
+        "height": _TILE_ROW_PX * (max(depths) + 1),
+        "title": _titled(title, subtitle),
+    }
 
 
-def draw_timeline(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Chart:
+def draw_timeline(panel: Panel, *, title: str = "", subtitle: str = "") -> Spec:
     """The slices of each lane over time. Raises InputError where there is nothing to draw."""
     if not panel.slices:
         raise InputError("there is nothing to plot: nothing ran")
@@ -430,24 +458,19 @@ def draw_timeline(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.C
     ]
     lanes = list(dict.fromkeys(str(row["lane"]) for row in rows))
     domain, ends = [*map(printable, kinds), _MORE], panel.frame.x_ends
-    scale = alt.Scale(domain=list(ends), nice=False) if ends else alt.Scale(nice=False)
-    return (
-        alt.Chart(alt.Data(values=rows), width=_WIDTH_PX, height=alt.Step(_TILE_ROW_PX), title=_titled(title, subtitle))
-        .mark_bar(height=_TILE_ROW_PX - 6)
-        .encode(
-            x=alt.X("begin:Q", title=panel.x_title, scale=scale),
-            x2="end:Q",
-            y=alt.Y("lane:N", sort=lanes, title=None, axis=alt.Axis(labelLimit=220)),
-            color=alt.Color(
-                "kind:N",
-                scale=alt.Scale(domain=domain, range=[*colours_of(kinds), "#ADADAD"]),
-                legend=alt.Legend(title=None, symbolType="square"),
-            ),
-        )
-    )
+    scale = {"domain": list(ends), "nice": False} if ends else {"nice": False}
+    colours = {"domain": domain, "range": [*colours_of(kinds), "#ADADAD"]}
+    slices = {
+        "x": _field("begin:Q", title=panel.x_title, scale=scale),
+        "x2": {"field": "end"},
+        "y": _field("lane:N", sort=lanes, title=None, axis={"labelLimit": 220}),
+        "color": _field("kind:N", scale=colours, legend={"title": None, "symbolType": "square"}),
+    }
+    chart = _marks_of(rows, "bar", slices, height=_TILE_ROW_PX - 6)
+    return {**chart, "width": _WIDTH_PX, "height": {"step": _TILE_ROW_PX}, "title": _titled(title, subtitle)}
 
 
-def draw_heat(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.LayerChart | alt.FacetChart:
+def draw_heat(panel: Panel, *, title: str = "", subtitle: str = "") -> Spec:
     """A cell for each row and column, darker where the figure is larger, with the figure or why there is none.
 
     Raises InputError where no cell has a figure.
@@ -466,14 +489,18 @@ def draw_heat(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Layer
     ]
     across, down = (list(dict.fromkeys(str(row[key]) for row in rows)) for key in ("across", "down"))
     middle = (max(point.y for point in known) + min(point.y for point in known)) / 2
-    base = alt.Chart(alt.Data(values=rows), width=alt.Step(64), height=alt.Step(28)).encode(
-        x=alt.X("across:N", sort=across, title=panel.x_title, axis=alt.Axis(labelAngle=0)),
-        y=alt.Y("down:N", sort=down, title=panel.frame.line_title or None),
-    )
-    cells = base.mark_rect(stroke="white").encode(color=alt.Color("y:Q", scale=alt.Scale(scheme="blues"), legend=None))
-    dark = alt.condition(f"isValid(datum.y) && datum.y > {middle!r}", alt.value("white"), alt.value(INK))
-    words = base.mark_text(fontSize=11).encode(text="said:N", color=dark)
-    return alt.layer(cells, words).properties(title=_titled(title or panel.frame.heading, subtitle))
+    places = {
+        "x": _field("across:N", sort=across, title=panel.x_title, axis={"labelAngle": 0}),
+        "y": _field("down:N", sort=down, title=panel.frame.line_title or None),
+    }
+    shade = _field("y:Q", scale={"scheme": "blues"}, legend=None)
+    dark = _either(f"isValid(datum.y) && datum.y > {middle!r}", "white", _value(INK))
+    layers = [
+        _marks_of(rows, "rect", {**places, "color": shade}, stroke="white"),
+        _marks_of(rows, "text", {**places, "text": "said:N", "color": dark}, fontSize=11),
+    ]
+    size = {"width": {"step": 64}, "height": {"step": 28}}
+    return {"layer": layers, **size, "title": _titled(title or panel.frame.heading, subtitle)}
 
 
 def _largest(parts: Iterable[tuple[str, float]]) -> list[str]:
@@ -484,8 +511,8 @@ def _largest(parts: Iterable[tuple[str, float]]) -> list[str]:
     return sorted(totals, key=lambda kind: -totals[kind])[: len(PALETTE) - 1]
 
 
-def _titled(title: str, subtitle: str) -> alt.TitleParams:
-    return alt.TitleParams(printable(title), subtitle=printable(subtitle))
+def _titled(title: str, subtitle: str) -> Spec:
+    return {"text": printable(title), "subtitle": printable(subtitle)}
 
 
 # Bytes over time as stacked areas, with what ran meanwhile, the peak, and what they are held against.
@@ -515,15 +542,15 @@ class _Scales:
     """Upper end of the axis of bytes, in `byte_unit`."""
 
     @property
-    def x(self) -> alt.X:
-        scale = alt.Scale(domain=[0, self.end_us / self.time_size], nice=False)
+    def x(self) -> Spec:
+        scale = {"domain": [0, self.end_us / self.time_size], "nice": False}
         title = f"{self.x_title} ({self.time_unit})"
-        return alt.X("time:Q", scale=scale, title=title, axis=alt.Axis(grid=False, tickCount=10))
+        return _field("time:Q", scale=scale, title=title, axis={"grid": False, "tickCount": 10})
 
     @property
-    def y(self) -> alt.Y:
-        scale = alt.Scale(domain=[0, self.top], nice=False, zero=True)
-        return alt.Y("bytes:Q", scale=scale, title=f"{self.y_title} ({self.byte_unit})", axis=alt.Axis(tickCount=8))
+    def y(self) -> Spec:
+        scale = {"domain": [0, self.top], "nice": False, "zero": True}
+        return _field("bytes:Q", scale=scale, title=f"{self.y_title} ({self.byte_unit})", axis={"tickCount": 8})
 
     def time(self, at_us: float) -> float:
         return at_us / self.time_size
@@ -545,9 +572,7 @@ class _Moments(NamedTuple):
     held: dict[str, tuple[float, ...]]
 
 
-def draw_areas(
-    panel: Panel, *, title: str = "", subtitle: str = "", interactive: bool = False
-) -> alt.LayerChart | alt.FacetChart:
+def draw_areas(panel: Panel, *, title: str = "", subtitle: str = "", interactive: bool = False) -> Spec:
     """The panel's areas: stacked steps of bytes over microseconds, in the units that read best.
 
     interactive: zoom on time, and the figures of the moment under the pointer.
@@ -593,12 +618,11 @@ def draw_areas(
         top=highest / byte_size / (1 - (lines + 1.8) * _LINE_PX / AREAS_HEIGHT),
     )  # fmt: skip
     data = _table(moments)
-    named_spans: list[alt.Chart] = []
+    named_spans: list[Spec] = []
     for label in labels:
-        place = alt.Chart(alt.InlineData(values=[{"time": scales.time(round(label.middle_us))}])).encode(
-            x=scales.x, y=alt.value((label.line + 0.7) * _LINE_PX)
-        )
-        named_spans += _haloed(place, text=label.text, clip=True, fontWeight="bold", baseline="middle")
+        rows = [{"time": scales.time(round(label.middle_us))}]
+        place = {"x": scales.x, "y": _value((label.line + 0.7) * _LINE_PX)}
+        named_spans += _haloed(rows, place, text=label.text, clip=True, fontWeight="bold", baseline="middle")
     layers = [
         *_bands(spans, scales),
         *_areas(data, peak, scales),
@@ -606,12 +630,14 @@ def draw_areas(
         *(layer for guide in guides for layer in _level(guide, scales, left=peak_us > end_us / 2)),
         *_peak(peak_us, peak_bytes, [guide.y[0] for guide in guides], scales),
     ]
+    chart: Spec = {"width": AREAS_WIDTH, "height": AREAS_HEIGHT, "title": _titled(title, subtitle)}
     if interactive:
         layers.append(_pointer(data, list(moments.held), scales))
-    return alt.layer(*layers, width=AREAS_WIDTH, height=AREAS_HEIGHT, title=_titled(title, subtitle))
+        chart["params"] = _PARAMS
+    return {"layer": layers, **chart}
 
 
-def _table(moments: _Moments) -> alt.InlineData:
+def _table(moments: _Moments) -> Spec:
     """The rows as CSV inside the chart, in bytes as they were counted: a third of the same rows as JSON.
 
     `lowest` is the place in the stack of the lowest area that changed since the row before; the edges of those under it
@@ -626,64 +652,67 @@ def _table(moments: _Moments) -> alt.InlineData:
         # The first row begins every edge, and the last ends every edge.
         lowest = next(changed, len(row)) if 0 < i < len(rows) - 1 else 0
         lines.append(",".join(f"{figure:.16g}" for figure in (moments.times[i], *row, lowest)))
-    return alt.InlineData(
-        values="\n".join([*lines, ""]),
-        format=alt.CsvDataFormat(type="csv", parse=dict.fromkeys((_TIME, *moments.held, "lowest"), "number")),
-    )
+    parse = dict.fromkeys((_TIME, *moments.held, "lowest"), "number")
+    return {"values": "\n".join([*lines, ""]), "format": {"type": "csv", "parse": parse}}
 
 
-def _areas(data: alt.InlineData, peak: dict[str, float], scales: _Scales) -> list[alt.Chart]:
+def _areas(data: Spec, peak: dict[str, float], scales: _Scales) -> list[Spec]:
     """One area a line; the chart adds them up."""
     categories = list(peak)
     sizes = {name: f"{name}: {format_bytes(peak[name])}" for name in categories}
     colours = [CATEGORY_COLOURS.get(name, PALETTE[i % len(PALETTE)]) for i, name in enumerate(categories)]
-    legend = alt.Legend(
-        title="live at the peak", values=categories[::-1], labelExpr=f"({sizes})[datum.label]", symbolType="square"
-    )
-    colour = alt.Color("category:N", scale=alt.Scale(domain=categories, range=colours), legend=legend)
-    areas = []
+    legend = {"title": "live at the peak", "values": categories[::-1], "labelExpr": f"({sizes})[datum.label]",
+              "symbolType": "square"}  # fmt: skip
+    colour = _field("category:N", scale={"domain": categories, "range": colours}, legend=legend)
+    areas: list[Spec] = []
     for i, name in enumerate(categories):
         below = " + ".join(f"datum[{other!r}]" for other in categories[:i]) or "0"
+        # Vega-Lite's own stack would add up rows of the same microsecond.
+        worked_out = {
+            "time": f"datum.{_TIME} / {scales.time_size}",
+            "below": f"({below}) / {scales.byte_size}",
+            "bytes": f"({below} + datum[{name!r}]) / {scales.byte_size}",
+            "category": repr(name),
+        }
+        edges = {"x": scales.x, "y": scales.y, "y2": {"field": "below"}, "color": colour}
+        # In the order recorded: sorting by time could swap what happened within a microsecond.
+        area = _marks_of([], "area", edges, interpolate="step-after", clip=True, order=False)
         areas.append(
-            alt.Chart(data)
-            .transform_filter(f"datum.lowest <= {i}")
-            # Vega-Lite's own stack would add up rows of the same microsecond.
-            .transform_calculate(
-                time=f"datum.{_TIME} / {scales.time_size}",
-                below=f"({below}) / {scales.byte_size}",
-                bytes=f"({below} + datum[{name!r}]) / {scales.byte_size}",
-                category=repr(name),
-            )
-            # In the order recorded: sorting by time could swap what happened within a microsecond.
-            .mark_area(interpolate="step-after", clip=True, order=False)
-            .encode(x=scales.x, y=scales.y, y2="below:Q", color=colour)
+            {**area, "data": data, "transform": [{"filter": f"datum.lowest <= {i}"}, *_worked_out(worked_out)]}
         )
     return areas
 
 
-def _pointer(data: alt.InlineData, categories: list[str], scales: _Scales) -> alt.Chart:
-    """A rule at the moment nearest to the pointer that shows its figures, and zoom on time by wheel and drag."""
+def _worked_out(formulas: dict[str, str]) -> list[Spec]:
+    """Columns that the chart computes from others."""
+    return [{"calculate": formula, "as": name} for name, formula in formulas.items()]
+
+
+_PARAMS: list[Spec] = [
+    {
+        "name": "moment",
+        "select": {"type": "point", "clear": "pointerout", "encodings": ["x"], "nearest": True, "on": "pointermove"},
+        "views": ["pointer"],
+    },
+    {"name": "zoom", "select": {"type": "interval", "encodings": ["x"]}, "bind": "scales", "views": ["pointer"]},
+]
+"""What answers to the pointer: the moment that it is nearest to, and zoom on time by wheel and drag."""
+
+
+def _pointer(data: Spec, categories: list[str], scales: _Scales) -> Spec:
+    """A rule at the moment nearest to the pointer that shows its figures."""
     total = " + ".join(f"datum[{name!r}]" for name in categories)
     shown = {"total": total, **{name: f"datum[{name!r}]" for name in reversed(categories)}}
-    moment = alt.selection_point(
-        name="moment", encodings=["x"], nearest=True, on="pointermove", clear="pointerout", empty=False
-    )
-    zoom = alt.selection_interval(name="zoom", encodings=["x"], bind="scales")
-    tooltip = [alt.Tooltip("time:Q", title=f"time ({scales.time_unit})", format=",.4~f")]
-    tooltip += [alt.Tooltip(f"{name} shown:Q", title=f"{name} ({scales.byte_unit})", format=",.4f") for name in shown]
-    return (
-        alt.Chart(data, name="pointer")
-        .transform_calculate(
-            time=f"datum.{_TIME} / {scales.time_size}",
-            **{f"{name} shown": f"({value}) / {scales.byte_size}" for name, value in shown.items()},
-        )
-        .mark_rule(color=INK, strokeWidth=1)
-        .encode(x=scales.x, opacity=alt.condition(moment, alt.value(0.8), alt.value(0)), tooltip=tooltip)
-        .add_params(moment, zoom)
-    )
+    worked_out = {f"{name} shown": f"({value}) / {scales.byte_size}" for name, value in shown.items()}
+    tooltip = [_field("time:Q", title=f"time ({scales.time_unit})", format=",.4~f")]
+    tooltip += [_field(f"{name} shown:Q", title=f"{name} ({scales.byte_unit})", format=",.4f") for name in shown]
+    opacity = {"condition": {"param": "moment", "value": 0.8, "empty": False}, "value": 0}
+    rule = _marks_of([], "rule", {"x": scales.x, "opacity": opacity, "tooltip": tooltip}, color=INK, strokeWidth=1)
+    transform = _worked_out({"time": f"datum.{_TIME} / {scales.time_size}", **worked_out})
+    return {**rule, "data": data, "name": "pointer", "transform": transform}
 
 
-def _bands(spans: Sequence[Span], scales: _Scales) -> list[alt.Chart]:
+def _bands(spans: Sequence[Span], scales: _Scales) -> list[Spec]:
     """Every second span lies on grey; a rule stands where a span begins, and where the last ends."""
     if not spans:
         return []
@@ -693,31 +722,29 @@ def _bands(spans: Sequence[Span], scales: _Scales) -> list[alt.Chart]:
         for i, span in enumerate(ordered)
     ]
     edges = sorted({band["time"] for band in bands} | {bands[-1]["until"]})
+    grey = {"x": scales.x, "x2": {"field": "until"}, "opacity": _either("datum.odd", 0.05, _value(0.015))}
+    rule = {"clip": True, "color": FAINT, "strokeDash": [3, 3], "strokeWidth": 1, "opacity": 0.7}
     return [
-        alt.Chart(alt.InlineData(values=bands))
-        .mark_rect(clip=True, color=INK)
-        .encode(x=scales.x, x2="until:Q", opacity=alt.condition("datum.odd", alt.value(0.05), alt.value(0.015))),
-        alt.Chart(alt.InlineData(values=[{"time": edge} for edge in edges]))
-        .mark_rule(clip=True, color=FAINT, strokeDash=[3, 3], strokeWidth=1, opacity=0.7)
-        .encode(x=scales.x),
+        _marks_of(bands, "rect", grey, clip=True, color=INK),
+        _marks_of([{"time": edge} for edge in edges], "rule", {"x": scales.x}, **rule),
     ]
 
 
-def _level(guide: Guide, scales: _Scales, *, left: bool) -> list[alt.Chart]:
+def _level(guide: Guide, scales: _Scales, *, left: bool) -> list[Spec]:
     """A line over the whole width, named at the side where the peak is not."""
-    line = alt.Chart(alt.InlineData(values=[{"bytes": scales.bytes(guide.y[0])}])).encode(y=scales.y)
+    rows, place = [{"bytes": scales.bytes(guide.y[0])}], {"y": scales.y}
     side = {"x": 6, "align": "left"} if left else {"x": AREAS_WIDTH - 6, "align": "right"}
     text = f"{printable(guide.name)} {format_bytes(guide.y[0])}"
     return [
-        line.mark_rule(color=INK, strokeDash=[8, 4], strokeWidth=1.2),
-        *_haloed(line, text=text, baseline="bottom", dy=-3, **side),
+        _marks_of(rows, "rule", place, color=INK, strokeDash=[8, 4], strokeWidth=1.2),
+        *_haloed(rows, place, text=text, baseline="bottom", dy=-3, **side),
     ]
 
 
-def _peak(at_us: float, peak_bytes: float, levels: Sequence[float], scales: _Scales) -> list[alt.Chart]:
-    point = alt.Chart(alt.InlineData(values=[{"time": scales.time(at_us), "bytes": scales.bytes(peak_bytes)}])).encode(
-        x=scales.x, y=scales.y
-    )
+def _peak(at_us: float, peak_bytes: float, levels: Sequence[float], scales: _Scales) -> list[Spec]:
+    rows = [{"time": scales.time(at_us), "bytes": scales.bytes(peak_bytes)}]
+    place = {"x": scales.x, "y": scales.y}
+    dot = {"filled": True, "size": 60, "color": INK, "stroke": "white", "strokeWidth": 1.5, "opacity": 1, "clip": True}
     # Where a guide's line runs through the label's place, the label stands above it.
     headroom_px = (max(levels, default=peak_bytes) - peak_bytes) / scales.byte_size / scales.top * AREAS_HEIGHT
     lift = -headroom_px if 0 < headroom_px < 1.5 * _LINE_PX else 0
@@ -725,14 +752,12 @@ def _peak(at_us: float, peak_bytes: float, levels: Sequence[float], scales: _Sca
     text = f"peak {format_bytes(peak_bytes)} at {scales.time(at_us):,.4g} {scales.time_unit}"
     side = {"align": "left", "dx": 9} if on_the_left else {"align": "right", "dx": -9}
     return [
-        point.mark_point(filled=True, size=60, color=INK, stroke="white", strokeWidth=1.5, opacity=1, clip=True),
-        *_haloed(point, text=text, baseline="bottom", dy=lift - 4, fontWeight="bold", clip=True, **side),
+        _marks_of(rows, "point", place, **dot),
+        *_haloed(rows, place, text=text, baseline="bottom", dy=lift - 4, fontWeight="bold", clip=True, **side),
     ]
 
 
-def _haloed(chart: alt.Chart, **text: Any) -> list[alt.Chart]:
+def _haloed(rows: list[Spec], place: Spec, **text: Any) -> list[Spec]:
     """Text that stays readable over whatever it lies on."""
-    return [
-        chart.mark_text(stroke="white", strokeWidth=4, strokeJoin="round", color="white", opacity=0.85, **text),
-        chart.mark_text(color=INK, **text),
-    ]
+    halo = {"stroke": "white", "strokeWidth": 4, "strokeJoin": "round", "color": "white", "opacity": 0.85}
+    return [_marks_of(rows, "text", place, **halo, **text), _marks_of(rows, "text", place, color=INK, **text)]

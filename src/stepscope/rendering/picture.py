@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, Any
 
 import msgspec
 
@@ -16,9 +16,6 @@ from stepscope.core.answer import Answer, Panel
 from stepscope.core.errors import InputError
 from stepscope.rendering.cells import where_of
 from stepscope.rendering.pages import Page
-
-if TYPE_CHECKING:
-    import altair as alt
 
 
 def draw_svg(answer: Answer) -> str:
@@ -31,14 +28,17 @@ def draw_svg(answer: Answer) -> str:
         return ""
 
 
-def draw_answer(answer: Answer, *, interactive: bool = False) -> "alt.TopLevelMixin":
+def draw_all(answers: Sequence[Answer]) -> list[str]:
+    """Each of several answers as SVG, drawn in this process."""
+    return list(map(draw_svg, answers))
+
+
+def draw_answer(answer: Answer, *, interactive: bool = False) -> dict[str, Any]:
     """Its panels, one below the other; curves over one axis stand side by side and share their colours.
 
     The picture says what was asked, on which device, when, and with which versions. interactive: areas answer to the
     pointer. Raises InputError where the answer has no panels.
     """
-    import altair as alt  # noqa: PLC0415
-
     from stepscope.rendering import charts  # noqa: PLC0415
 
     if not answer.panels:
@@ -55,7 +55,7 @@ def draw_answer(answer: Answer, *, interactive: bool = False) -> "alt.TopLevelMi
     ]
     abreast = {"curves": charts.draw_series, "points": charts.draw_points}
     alone = {"icicle": charts.draw_icicle, "timeline": charts.draw_timeline, "heat": charts.draw_heat}
-    rows: list[alt.Chart | alt.ConcatChart | alt.VConcatChart | alt.LayerChart | alt.FacetChart] = []
+    rows: list[dict[str, Any]] = []
     for panels in with_figures or list(over.values()):
         first = panels[0]
         titles = {"title": "", "subtitle": ""}
@@ -69,7 +69,7 @@ def draw_answer(answer: Answer, *, interactive: bool = False) -> "alt.TopLevelMi
             rows.append(alone.get(first.kind, charts.draw_bars)(first, **titles))
     if len(rows) == 1:
         return rows[0]
-    return alt.vconcat(*rows).resolve_scale(color="independent", fill="independent")
+    return {"vconcat": rows, "resolve": {"scale": {"color": "independent", "fill": "independent"}}}
 
 
 def draw_panels(page: Page, folder: Path, suffix: str) -> int:
@@ -179,12 +179,10 @@ def _read(stream: IO[bytes]) -> bytes | None:
 
 def _serve() -> None:
     """Draw what comes in until it ends."""
-    import altair as alt  # noqa: PLC0415
-
     from stepscope.rendering.plots import plot_spec, plot_svg  # noqa: PLC0415
 
     # A first plot takes half a second more: it is drawn while the other process still reads.
-    plot_svg(plot_spec(alt.Chart(alt.Data(values=[{"x": 0}])).mark_point().encode(x="x:Q")))
+    plot_svg(plot_spec({"data": {"values": [{"x": 0}]}, "mark": "point", "encoding": {}}))
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         while (data := _read(sys.stdin.buffer)) is not None:
             _write(sys.stdout.buffer, msgspec.msgpack.encode(draw_svg(msgspec.msgpack.decode(data, type=Answer))))

@@ -14,11 +14,13 @@ from stepscope.core.run_directory import write_atomically
 from stepscope.rendering.cells import COLOURS
 
 try:
-    import altair as alt
     import vl_convert
 except ImportError as error:
-    # A machine that only measures may lack them; whoever asks it for a plot is told once, here, for every plot.
-    raise InputError(f"cannot plot without {error.name}: pip install altair vl-convert-python") from error
+    # A machine that only measures may lack it; whoever asks it for a plot is told once, here, for every plot.
+    raise InputError(f"cannot plot without {error.name}: pip install vl-convert-python") from error
+
+Spec = dict[str, Any]
+"""A part of a chart in the words of Vega-Lite: https://vega.github.io/vega-lite/docs."""
 
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 """vl-convert bundles Liberation Sans, so text is measured the same on every machine; Arial has the same metrics."""
@@ -125,6 +127,9 @@ _OPTIONS = {"renderer": "canvas", "actions": {"export": True, "source": False, "
 """The menu saves the picture. The online editor is left out: a page that is opened offline has no use for it."""
 
 
+_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.4.1.json"
+
+
 def check_target(path: Path) -> None:
     """Raises InputError unless plots are written under such a suffix and the folder is there: before work is done."""
     if path.suffix.lower() not in SUFFIXES:
@@ -133,7 +138,7 @@ def check_target(path: Path) -> None:
         raise InputError(f"cannot write the plot {path}: there is no folder {path.parent}, make it first")
 
 
-def save_plot(chart: alt.TopLevelMixin, path: Path) -> None:
+def save_plot(chart: Spec, path: Path) -> None:
     """Write the chart in the form that the suffix names. Raises InputError where it cannot be written."""
     check_target(path)
     data = _WRITERS[path.suffix.lower()](plot_spec(chart))
@@ -143,13 +148,28 @@ def save_plot(chart: alt.TopLevelMixin, path: Path) -> None:
         raise InputError(f"cannot write the plot {path}: {error.strerror or one_line(error)}") from error
 
 
-def plot_spec(chart: alt.TopLevelMixin) -> dict[str, Any]:
-    """The chart as Vega-Lite in the house's look."""
-    # Altair would hold every part of the chart against Vega-Lite's schema, which takes longer than to draw it.
-    return {**chart.to_dict(validate=False), "config": CONFIG}
+def plot_spec(chart: Spec) -> Spec:
+    """The chart as a whole document of Vega-Lite, in the house's look. Rows that several layers show are in it once."""
+    datasets: dict[str, Any] = {}
+    names: dict[int, str] = {}
+
+    def named(part: Any) -> Any:
+        if isinstance(part, list):
+            return [named(one) for one in part]
+        if not isinstance(part, dict):
+            return part
+        data = part.get("data")
+        whole = {key: named(value) for key, value in part.items() if key != "data"}
+        if data is not None:
+            name = names.setdefault(id(data["values"]), f"data-{len(names)}")
+            datasets[name] = data["values"]
+            whole["data"] = {"name": name, **{key: value for key, value in data.items() if key != "values"}}
+        return whole
+
+    return {"$schema": _SCHEMA, **named(chart), "datasets": datasets, "config": CONFIG}
 
 
-def plot_svg(spec: dict[str, Any]) -> str:
+def plot_svg(spec: Spec) -> str:
     """The picture as text. Vega numbers clip paths through the life of the process; here each picture begins at 0."""
     svg = vl_convert.vegalite_to_svg(spec, allowed_base_urls=[])
     numbers: dict[str, str] = {}
@@ -158,7 +178,7 @@ def plot_svg(spec: dict[str, Any]) -> str:
     return re.sub(r'(\bid="|url\(#)((?:clip|gradient_)\d+)(?=["\)])', lambda m: m[1] + numbers.get(m[2], m[2]), svg)
 
 
-def _html(spec: dict[str, Any]) -> bytes:
+def _html(spec: Spec) -> bytes:
     # Names of runs may hold anything: "</script>" in one must not end the script that it is written in.
     text = msgspec.json.encode(spec).decode().replace("<", "\\u003c")
     title = spec.get("title", "")

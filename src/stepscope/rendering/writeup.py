@@ -7,11 +7,11 @@ import re
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -29,9 +29,8 @@ from stepscope.questions.compare import side_named
 from stepscope.questions.comparison import same_part
 from stepscope.rendering.cells import where_of
 from stepscope.rendering.pages import GENERATOR, Page, Section
-from stepscope.rendering.pages.html import render_page
-from stepscope.rendering.picture import draw_answer
-from stepscope.rendering.plots import plot_spec, plot_svg
+from stepscope.rendering.pages.html import pictures_of, render_page
+from stepscope.rendering.picture import Drawer, draw_all, draw_answer
 from stepscope.rendering.renderers import render
 from stepscope.runs.fields import matches
 from stepscope.runs.run_sets import Disagreement, disagreeing, disagreement
@@ -121,6 +120,7 @@ class Material:
     faults: tuple[str, ...] = ()
     _digests: dict[tuple[Path, str], TraceDigest | None] = field(default_factory=dict, init=False, repr=False)
     _keys: dict[int, str] = field(default_factory=dict, init=False, repr=False)
+    _kinds: dict[tuple[int, tuple[str, ...]], tuple[str, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def folders(
         self,
@@ -193,7 +193,11 @@ class Material:
         return self._keys[id(run)]
 
     def _words(self, run: Run, without: tuple[str, ...]) -> tuple[str, ...]:
-        return (type(run.workload).__name__, str(run.workload.seed), *run.workload.words(*without))
+        """What makes two of its cells comparable, but for these fields; worked out once, too."""
+        if (id(run), without) not in self._kinds:
+            workload = run.workload
+            self._kinds[id(run), without] = (type(workload).__name__, str(workload.seed), *workload.words(*without))
+        return self._kinds[id(run), without]
 
     @cached_property
     def within(self) -> Path:
@@ -373,15 +377,19 @@ class Answered:
     """Why there is no answer, where that is more than missing data."""
 
     @cached_property
-    def chart(self) -> tuple[Any, str]:
-        """The answer's plot, None where it has none; and why figures that it would show are in tables alone, as where
-        they have too many lines. Drawn once: a chart of many points takes half a second."""
+    def no_plot(self) -> str:
+        """Why figures that a plot would show are in tables alone, as where they have too many lines."""
         try:
-            if self.answer is not None and any(panel.points for panel in self.answer.panels):
-                return draw_answer(self.answer), ""
+            if self.is_drawn:
+                draw_answer(self.answer)  # type: ignore[arg-type]
         except InputError as error:
-            return None, str(error).partition(": ")[0]  # the remedy is one of the command line
-        return None, ""
+            return str(error).partition(": ")[0]  # the remedy is one of the command line
+        return ""
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether its answer has a plot."""
+        return self.answer is not None and any(panel.points for panel in self.answer.panels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -428,8 +436,8 @@ class WriteUp:
         return next(one for one in self.answered if one.question is question)
 
 
-def write_up(assignment: Assignment, material: Material) -> WriteUp:
-    """Each question answered from the material."""
+def write_up(assignment: Assignment, material: Material, begun: Callable[[Answered], None] = lambda _: None) -> WriteUp:
+    """Each question answered from the material. begun: called with each as soon as it is."""
     answered: list[Answered] = []
     for question in assignment.questions:
         try:
@@ -439,8 +447,11 @@ def write_up(assignment: Assignment, material: Material) -> WriteUp:
             continue
         has_rows = answer is not None and any(table.rows for table in answer.tables)
         answered.append(Answered(question=question, answer=answer if has_rows else None))
+        begun(answered[-1])
     return WriteUp(assignment=assignment, answered=tuple(answered), faults=material.faults, doubts=material.doubts)
 
+
+Draw = Callable[[Sequence[Answer]], list[str]]
 
 SUFFIXES = (".md", ".html")
 MARK = "<!-- written by stepscope writeup -->"
@@ -475,12 +486,24 @@ class Target:
         """The folder of what `--run` measures."""
         return self.file.with_name(f"{self.file.stem}_data")
 
-    def write(self, write_up: WriteUp, scale: Scale) -> None:
-        """Write the document and its plots. Raises InputError where that cannot be."""
+    @property
+    def is_page(self) -> bool:
+        """Whether it is one HTML file, with its plots inside."""
+        return self.file.suffix.lower() == ".html"
+
+    def ask(self, one: Answered, drawer: Drawer) -> None:
+        """Have the plot of a question drawn that `write` will want."""
+        if one.is_drawn and one.answer is not None:
+            for wanted in _pictures(one.answer) if self.is_page else (_drawn(one.answer),):
+                drawer.ask(wanted)
+
+    def write(self, write_up: WriteUp, scale: Scale, draw: Draw = draw_all) -> None:
+        """Write the document and its plots. draw: what makes an SVG of each of several answers, where it is not this
+        process. Raises InputError where it cannot be written."""
         try:
-            page = self.file.suffix.lower() == ".html"
-            drawn = () if page else write_up.answered  # a page draws its own
-            plots = {f"{one.question.id}.svg": plot_svg(plot_spec(one.chart[0])) for one in drawn if one.chart[0]}
+            drawn = () if self.is_page else tuple(one for one in write_up.answered if one.is_drawn and not one.no_plot)
+            pictures = draw([_drawn(one.answer) for one in drawn if one.answer is not None])
+            plots = {f"{one.question.id}.svg": svg for one, svg in zip(drawn, pictures, strict=True)}
             beside = plots | _long_tables(write_up)
             # A folder that holds plots and tables alone is ours, so that old ones may go.
             if self.plots.is_dir() and all(file.suffix in (".svg", ".csv") for file in self.plots.iterdir()):
@@ -491,13 +514,23 @@ class Target:
                 write_atomically(text.encode(), self.plots / name)
             paths = {name: f"{self.plots.name}/{name}" for name in beside}
             document = (
-                render_page(as_page(write_up, scale, self.store, paths))
-                if page
+                render_page(as_page(write_up, scale, self.store, paths), draw)
+                if self.is_page
                 else as_markdown(write_up, scale, self.store, paths)
             )
             write_atomically(document.encode(), self.file)
         except OSError as error:
             raise InputError(f"cannot write {self.file}: {error.strerror or one_line(error)}") from error
+
+
+def _drawn(answer: Answer) -> Answer:
+    """What a plot is drawn of: all but tables and findings."""
+    return msgspec.structs.replace(answer, tables=(), findings=(), asides=())
+
+
+def _pictures(answer: Answer) -> list[Answer]:
+    """What a page's plots of an answer are drawn of."""
+    return pictures_of(Page(title="", kind="", sentence="", sections=(Section(title="", answer=answer),)))
 
 
 def as_markdown(write_up: WriteUp, scale: Scale, store: Path, paths: dict[str, str]) -> str:
@@ -515,7 +548,7 @@ def as_markdown(write_up: WriteUp, scale: Scale, store: Path, paths: dict[str, s
                 continue
             where = where_of(one.answer)
             parts += [f"*{printable(where)}*"] if where else []
-            parts.append(render(_shown(one.answer, one.chart[1]), "markdown").strip())
+            parts.append(render(_shown(one.answer, one.no_plot), "markdown").strip())
             if path := paths.get(f"{question.id}.svg"):
                 parts.append(f"![{question.asks}]({_linked(path)})")
             tables = [f"[{Path(path).name}]({_linked(path)})" for path in _tables_of(question, paths)]
@@ -540,7 +573,7 @@ def as_page(write_up: WriteUp, scale: Scale, store: Path, paths: dict[str, str])
             lacking = Answer(study="writeup", question="", tables=(text(_lacking(one)),))
             command = one.question.measure.command(scale, store)
             return Section(title=one.question.asks, answer=lacking, part=part, commands=(command,))
-        shown = _shown(one.answer, one.chart[1])
+        shown = _shown(one.answer, one.no_plot)
         if tables := _tables_of(one.question, paths):
             shown = msgspec.structs.replace(shown, asides=(*shown.asides, f"As CSV: {', '.join(tables)}."))
         where = msgspec.structs.replace(

@@ -171,7 +171,7 @@ def test_text(golden: str, options: str):
     check_golden(done.stdout, GOLDEN / golden)
 
 
-def test_fit_answers_without_torch_polars_or_altair():
+def test_fit_answers_without_torch_polars_or_plots():
     code = """
     import sys
     from stepscope.app.cli.app import app
@@ -179,7 +179,7 @@ def test_fit_answers_without_torch_polars_or_altair():
                     ["--memory", "80GiB", "--json"], ["--tensors"], ["--sweep", "--model", "tiny", "--memory", "1GiB"],
                     ["--against", "results/h200/memory-limits"]):
         app(["fit", *options], standalone_mode=False)
-        heavy = {"torch", "polars", "altair", "vl_convert", "numpy"} & set(sys.modules)
+        heavy = {"torch", "polars", "vl_convert", "numpy"} & set(sys.modules)
         assert not heavy, (options, heavy)
     """
     done = subprocess.run(

@@ -278,7 +278,7 @@ def test_wrong_options_are_one_line(tmp_path: Path):
 
 
 def test_a_plot(tmp_path: Path):
-    pytest.importorskip("altair")
+    pytest.importorskip("vl_convert")
     path = handmade().write(tmp_path / "s.pickle")
     done = memory(path, "--save", tmp_path / "p.svg", "--json")
     assert done.returncode == 0, done.stderr

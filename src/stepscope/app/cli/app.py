@@ -30,7 +30,6 @@ from stepscope.core.units import format_bytes
 _OPTIONAL = {
     "torch": "pip install 'stepscope[torch]'",
     "polars": "pip install polars",
-    "altair": "pip install altair",
     "vl_convert": "pip install vl-convert-python",
 }
 """A machine that only reads needs no torch, a bare GPU machine that only measures no polars."""

@@ -48,6 +48,7 @@ def command(
     runs: Path,
 ) -> int:
     """Answer the questions of an assignment from stored runs; a question without data names its command."""
+    from stepscope.rendering.picture import Drawer
     from stepscope.rendering.writeup import SCALES, Material, Target, assignment_named, gather, write_up
 
     questions = assignment_named(assignment)
@@ -65,8 +66,12 @@ def command(
             ):
                 raise
             material = Material()  # everything is still to be measured, and the document says how
-        document = write_up(questions, material)
-        target.write(document, size)
+        drawer = Drawer()  # plots are drawn while the next question is answered
+        try:
+            document = write_up(questions, material, lambda one: target.ask(one, drawer))
+            target.write(document, size, drawer.draw)
+        finally:
+            drawer.close()
         return document
 
     document = written()

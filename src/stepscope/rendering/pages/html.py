@@ -429,8 +429,7 @@ def _to_draw(answer: Answer) -> Answer | None:
     if not any(panel.points for panel in panels):
         return None
     return msgspec.structs.replace(
-        answer, panels=panels, question="", device="", date="", versions={}, settings={}, tables=(), lead=(),
-        findings=(),
+        answer.body(), panels=panels, tables=(), findings=()
     )  # fmt: skip
 
 
