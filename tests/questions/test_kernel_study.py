@@ -137,10 +137,21 @@ def test_the_kernels_of_softmax_and_its_work_are_figures():
     assert found.tables[1].rows[0][1:] == ("exp_kernel", 2, 0.015, 10.0)
 
 
-def test_a_cell_that_ran_out_of_memory_is_a_row():
-    failed = make_run(workload(seq_len=4096), status="out-of-memory")
-    captured = CapturedCell(run=make_run(), digest=digest(FORWARD))
-    ((cell, why),) = answer_kernels([captured], "d", [failed]).table(MISSING).rows
+def test_a_cell_that_ran_out_of_memory_is_a_row_of_every_table():
+    """Of a training step of 128 tokens, and of one of 4096 that did not fit: by cell, and by model and length."""
+    failed = make_run(workload(phase="train", seq_len=4096), status="out-of-memory")
+    phases = digest(phase("forward", 100e6, 70e6, 4), phase("backward", 200e6, 130e6, 8))
+    made = msgspec.structs.replace(phases, top=(kernel("sgemm", "forward", 60e6), kernel("dgrad", "backward", 90e6)))
+    found = answer_kernels(
+        [CapturedCell(run=make_run(workload(phase="train", seq_len=128)), digest=made)], "abd", [failed]
+    )
+    by_length = next(table for table in found.tables if table.title.startswith("(b) The kernel that takes longest by"))
+    assert by_length.columns == ("model", "tokens", "training: forward", "training: backward")
+    assert [row[1:] for row in by_length.rows] == [(128, "sgemm (10.0 %)", "dgrad (10.0 %)"), (4096, "OOM", "OOM")]
+    by_letter = {table.title[:3]: table for table in found.tables if table is not by_length}
+    for letter in ("(a)", "(b)", "(d)"):
+        assert "s4096" in str(by_letter[letter].rows[-1][0]) and by_letter[letter].rows[-1][1] == "OOM"
+    ((cell, why),) = found.table(MISSING).rows
     assert "s4096" in str(cell) and "out-of-memory" in str(why)
 
 

@@ -24,6 +24,7 @@ from stepscope.engine.sweep_plan import SweepPlan
 from stepscope.engine.workload_options import Record, Recording, TraceSteps
 from stepscope.questions.comparison import ComparedRun, compared_cells, same_but, stored_runs, table_of_rows
 from stepscope.questions.question import Cells, Question, Result
+from stepscope.runs.answer import status_word
 from stepscope.runs.metrics import median_s
 
 if TYPE_CHECKING:
@@ -74,6 +75,12 @@ class CapturedCell(ComparedRun):
         """How many times as long a step takes under the profiler."""
         traced, plain = self.capture.step_s if self.capture else None, median_s(self.run, STEP)
         return traced / plain if traced and plain else None
+
+    def profiled_s(self, part: str) -> float | None:
+        """How long a part of the step takes under the profiler. Nsight Systems is no clock of ours: of it the range of
+        the phase, as it was open on the host."""
+        sample, phase = self.capture.samples.get(part) if self.capture else None, self.tables.phase(part)
+        return sample.mean_s if sample else phase.range_ns * _NS if phase and phase.range_ns else None
 
     def kernel_ns(self, part: str) -> float | None:
         """Kernel time of a phase or of the whole `step`; None where no kernel ran in it."""
@@ -174,6 +181,16 @@ def answer_kernels(cells: Iterable[CapturedCell], letters: str = "", unmeasured:
     ordered = sorted(cells, key=lambda cell: cell.order)
     parts = [make(letter, ordered) for letter, make in TABLES.items() if not letters or letter in letters]
     shown = [part for part in parts if part.table.rows]
+    # A cell that ran out of memory is a row of every table, and a cell of those by model and length.
+    out = [CapturedCell(run=run) for run in unmeasured if run.status == "out-of-memory"]
+    both = sorted((*ordered, *out), key=lambda cell: cell.order)
+    tables: list[Table] = []
+    for part in shown:
+        by_length = BY_LENGTH.get(part.table.title[1:2])
+        grid = by_length(part.table.title[:3], both) if by_length else None
+        lost = [(one.cell, status_word(one.run), *(None,) * (len(part.table.columns) - 2)) for one in out]
+        tables += [grid] if grid is not None else []
+        tables.append(msgspec.structs.replace(part.table, rows=(*part.table.rows, *lost)))
     missing = tuple(("-".join(run.workload.words()), ComparedRun(run=run).why_missing) for run in unmeasured)
     # What the captures' own findings say to take care with, each with its cell.
     doubts: list[Finding] = []
@@ -187,7 +204,7 @@ def answer_kernels(cells: Iterable[CapturedCell], letters: str = "", unmeasured:
         study="kernels",
         question="Which kernels does a training step run, and where does their time go?",
         date=max(cell.run.day for cell in ordered),
-        tables=(*(part.table for part in shown), Table(title=MISSING, columns=("cell", "why"), rows=missing)),
+        tables=(*tables, Table(title=MISSING, columns=("cell", "why"), rows=missing)),
         panels=[panel for part in shown for panel in part.panels],
         findings=[*(finding for part in shown for finding in part.findings), *doubts],
     )
@@ -205,15 +222,13 @@ def _times(letter: str, cells: list[CapturedCell]) -> _Part:
             if kernels_ns is None:
                 continue
             sample, plain_s, phase = traced.get(name), median_s(cell.run, name), cell.tables.phase(name)
-            # Nsight Systems is no clock of ours: its range of the phase, as it was open on the host.
-            profiled_s = sample.mean_s if sample else phase.range_ns * _NS if phase and phase.range_ns else None
             rows.append(
                 {
                     "cell": cell.cell,
                     "phase": name,
                     "kernels ms": milliseconds(kernels_ns * _NS),
                     "first to last kernel ms": milliseconds(phase.span_ns * _NS) if phase and phase.span_ns else None,
-                    "profiled ms": milliseconds(profiled_s),
+                    "profiled ms": milliseconds(cell.profiled_s(name)),
                     "± ms": milliseconds(sample.stdev_s) if sample else None,
                     "unprofiled ms": milliseconds(plain_s),
                     "slowed, times": digits(cell.slowed) if name == STEP else None,
@@ -232,6 +247,39 @@ def _times(letter: str, cells: list[CapturedCell]) -> _Part:
     if len(added) > 1:
         part = replace(part, findings=(*part.findings, _price_of_profiling(added)))
     return part
+
+
+def _forward_by_length(letter: str, cells: list[CapturedCell]) -> Table | None:
+    """Forward under the profiler, a row for each model, a column for each length; OOM where it did not fit."""
+    lengths = sorted({cell.run.workload.seq_len for cell in cells if cell.run.workload.seq_len})
+    times: dict[str, dict[int, Cell]] = {}
+    for cell in cells:
+        name = "-".join(cell.run.workload.words("seq_len"))
+        shown = milliseconds(cell.profiled_s(FORWARD)) if cell.digest else status_word(cell.run)
+        times.setdefault(name, {})[cell.run.workload.seq_len or 0] = shown
+    if len(times) < 2 or len(lengths) < 2:
+        return None
+    rows = tuple((name, *(by_length.get(length) for length in lengths)) for name, by_length in times.items())
+    columns = ("model", *(f"{length:,} tokens" for length in lengths))
+    return Table(title=f"{letter} Forward under the profiler by sequence length, ms", columns=columns, rows=rows)
+
+
+def _longest_by_length(letter: str, cells: list[CapturedCell]) -> Table | None:
+    """The kernel that takes longest and its share, of forward alone and of both phases of training."""
+    heads = {"forward": (FORWARD,), "train": (FORWARD, BACKWARD)}
+    found: dict[tuple[str, int], dict[tuple[str, str], Cell]] = {}
+    for cell in cells:
+        workload = cell.run.workload
+        of_cell = found.setdefault(("-".join(workload.words("phase", "seq_len")), workload.seq_len or 0), {})
+        for name in heads.get(workload.phase, ()):
+            row = cell.longest(name) if cell.digest else None
+            figure = f"{_kernel(row)[0]} ({format_share(row.share)})" if row else status_word(cell.run)
+            of_cell[workload.phase, name] = figure if row or not cell.digest else None
+    wanted = [(phase, name) for phase, names in heads.items() for name in names]
+    rows = tuple((*key, *map(of_cell.get, wanted)) for key, of_cell in found.items() if of_cell)
+    columns = ("model", "tokens", "inference: forward", "training: forward", "training: backward")
+    title = f"{letter} The kernel that takes longest by model and sequence length, with its share of the phase"
+    return known_columns(title, columns, rows) if len(rows) > 1 else None
 
 
 def _price_of_profiling(added: list[tuple[float, float, str]]) -> Finding:
@@ -640,6 +688,12 @@ TABLES: dict[str, Callable[[str, list[CapturedCell]], _Part]] = {
     "g": _tools,
 }
 """How each question is answered, by its letter."""
+
+BY_LENGTH: dict[str, Callable[[str, list[CapturedCell]], Table | None]] = {
+    "a": _forward_by_length,
+    "b": _longest_by_length,
+}
+"""The same question by model and length, where it is asked so."""
 
 
 Tool = Annotated[str, Option("Whose captures to read.", choices=TRACE_TOOLS)]
