@@ -327,7 +327,7 @@ def measured_answer(
     return Answer(
         study=study,
         question=question,
-        device=where.device_name if where else "",
+        device=where.limited_device if where else "",
         date=date,
         versions=dict(where.versions) if where else {},
         settings={**(settings or {}), "intervals": intervals or INTERVALS},

@@ -155,6 +155,7 @@ def measure_grid(
     ceilings: bool = True,
     functions: dict[Attention, Any] | None = None,
     every_shape: bool = False,
+    memory_limit_bytes: int | None = None,
     tell: Tell = lambda _: None,
     on_rows: Callable[[attention_call.AttentionTimings], None] = lambda _: None,
 ) -> tuple[attention_call.AttentionTimings, bool]:
@@ -166,14 +167,16 @@ def measure_grid(
     from stepscope.questions.attention_answer import flops_per_s
     from stepscope.questions.attention_calls import AttentionCalls, judged_shape, odd_shapes
     from stepscope.recording.ceilings import ceilings_for
+    from stepscope.recording.device import limit_memory
     from stepscope.recording.environment import read_environment, resolve_device
     from stepscope.recording.timer import StepFailed
 
     began_s = time.monotonic()
     on = resolve_device(device)
+    limit_memory(on, memory_limit_bytes)
     timings = attention_call.AttentionTimings(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        environment=read_environment(on),
+        environment=read_environment(on, memory_limit_bytes),
         seconds=seconds,
         launches=launches if on.type == "cuda" else "shown",
         preset=preset,
@@ -299,6 +302,7 @@ def time_attentions(
     steps: Steps,
     seconds: Seconds,
     budget: Budget,
+    memory: int | None,
     workers: int | None,
     keep_digests: bool,
     from_: Annotated[tuple[Path, ...], attention_gate.FIGURES] = (),
@@ -347,6 +351,7 @@ def time_attentions(
             budget_s=budget,
             workers=attention_gate.usual_workers(on.type) if workers is None else workers,
             preset=preset or "",
+            memory_limit_bytes=memory,
             tell=tell,
             on_rows=keep,
         )

@@ -541,6 +541,7 @@ class StepOptions:
         Option("A folder of runs, or an answer that --json wrote: nothing is measured.", STORED, metavar="PLACE"),
     ] = ()
     tag: str | None
+    memory: int | None
 
     @property
     def fields(self) -> dict[str, tuple[Any, ...] | None]:
@@ -634,7 +635,10 @@ class Compared:
         options = self.options
         if options.repeat > 1:
             cells = order_cells(repeated(cells, options.repeat))
-        plan = SweepPlan(cells=cells, devices=(options.device,), out=str(options.runs), tag=options.tag, trace=trace)
+        plan = SweepPlan(
+            cells=cells, devices=(options.device,), out=str(options.runs), tag=options.tag, trace=trace,
+            memory_limit_bytes=options.memory,
+        )  # fmt: skip
         again = f"stepscope study {self.study} --from {options.runs}"
         return Cells(
             plan=plan,

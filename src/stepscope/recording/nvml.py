@@ -77,16 +77,30 @@ def driver_version() -> str | None:
         return None if session is None else session[1]("nvmlSystemGetDriverVersion")
 
 
-def smallest_gpu() -> tuple[str, int] | None:
-    """Name and bytes of the GPU here that has the least memory; None where there is none, or NVML is missing."""
+class Gpu(NamedTuple):
+    """A GPU of this machine, whoever uses it."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+    """What no process holds now."""
+
+
+def gpus_here() -> list[Gpu]:
+    """The GPUs of this machine, that of the least memory first; none where there are none, or NVML is missing."""
     with _session() as session:
         if session is None:
-            return None
+            return []
         _, ask, _ = session
         handles = [ask("nvmlDeviceGetHandleByIndex", i) for i in range(ask("nvmlDeviceGetCount") or 0)]
         gpus = [(ask("nvmlDeviceGetName", handle), ask("nvmlDeviceGetMemoryInfo", handle)) for handle in handles]
-        sizes = [(int(memory.total), str(name)) for name, memory in gpus if memory is not None]
-    return None if not sizes else (min(sizes)[1], min(sizes)[0])
+    found = [Gpu(str(name), int(memory.total), int(memory.free)) for name, memory in gpus if memory is not None]
+    return sorted(found, key=lambda gpu: (gpu.total_bytes, gpu.name))
+
+
+def smallest_gpu() -> tuple[str, int] | None:
+    """Name and bytes of the GPU here that has the least memory; None where there is none, or NVML is missing."""
+    return next(((gpu.name, gpu.total_bytes) for gpu in gpus_here()), None)
 
 
 def gpu_uuid(device: "torch.device") -> str:

@@ -409,77 +409,120 @@ def _names(text: str) -> tuple[str, ...]:
 # The assignment, and what measures each question.
 
 
-def _answer(study: str, cost: int, full: str = "", small: str | None = None) -> Measure:
+def _answer(study: str, cost: int, full: str = "", small: str | None = None, **more: Any) -> Measure:
     """A study that leaves its answer as JSON."""
     words, less = (f"study {study} {options}".strip() for options in (full, full if small is None else small))
-    return Measure(study, cost, words, less, "answer")
+    return Measure(study, cost, words, less, "answer", **{"takes_memory": False, **more})
 
 
-_WARMUP = Measure("warmup", 20, "study warmup --model small --seq-len 512", "study warmup --model tiny --seq-len 64")
+_WARMUP = Measure(
+    "warmup",
+    20,
+    "study warmup --model small --seq-len 512",
+    "study warmup --model tiny --seq-len 64",
+    implied="--phase train --dtype fp32",
+    takes_memory=False,
+    takes_s=20,
+    small_s=30,
+)
 _STEPS = Measure(
     "step-time",
     60,
     "sweep --model small,medium,large,xl,2.7B --seq-len 128,256,512,1024",
     "sweep --model tiny --seq-len 64,128,256 --steps 5",
+    small_s=25,
 )
 _KERNELS = Measure(
     "kernels",
     50,
     "sweep --model small,medium,large --seq-len 128,512,1024 --dtype fp32 --phase forward,train --record kineto",
     "sweep --model tiny --seq-len 64,128 --phase forward,train --steps 5 --record kineto",
+    small_s=40,
 )
 _SPEED = Measure(
     "precision-speed",
     40,
     "study speed --model small,medium,large,xl,2.7B --seq-len 512 --dtype fp32,bf16",
     "study speed --model tiny --seq-len 64 --dtype fp32,bf16 --steps 5",
+    implied="--phase forward-backward",
+    together=("dtype",),
+    small_s=20,
 )
 _MEMORY = Measure(
     "memory",
     45,
     "sweep --model 2.7B --seq-len 128,256,512 --dtype fp32,bf16 --phase forward,train",
     "sweep --model tiny --seq-len 64,128 --dtype fp32,bf16 --phase forward,train --steps 5",
+    of_memory=True,
 )
 _RECORDED = Measure(
     "memory-recorded",
     30,
     "sweep --model 2.7B --seq-len 512 --phase forward,train --record memory",
     "sweep --model tiny --seq-len 64 --phase forward,train --steps 5 --record memory",
+    takes_s=15,
+    small_s=25,
 )
 _COMPILE = Measure(
     "compile",
     55,
     "study compile --model small,medium,large --seq-len 512",
-    "study compile --model tiny --seq-len 32 --phase forward --steps 5",
+    "study compile --model tiny --seq-len 32 --phase forward,forward-backward --steps 5",
+    implied="--phase forward,train --compile eager,default --dtype bf16",
+    takes_s=30,
+    small_s=120,
 )
 _ATTENTION = _answer(
     "attention",
     35,
     "--preset seeds",
     "--preset seeds --seq-len 64,128,256 --head-dim 16,32 --batch-size 1 --seconds 0.05",
+    takes_memory=True,
+    takes_s=180,
+    small_s=40,
 )
 _FLASH = Measure(
     "attention-flash",
     36,
     "study attention --seq-len 1024,4096,16384 --head-dim 64,128 --attention reference,flash --dtype bf16 "
     "--batch-size 1 --causal",
-    "study attention --seq-len 64,128,256 --head-dim 16,32 --batch-size 1 --heads 2 --attention reference,sdpa "
-    "--causal --seconds 0.05",
+    "study attention --seq-len 64,128,256 --head-dim 16,32 --batch-size 1 --heads 2 "
+    "--attention reference,sdpa,flash-tiled --causal --seconds 0.05",
     "answer",
+    takes_s=90,
+    small_s=30,
 )
 _FLASH_STEP = Measure(
     "attention-step",
     38,
     "study attention-step --model large --seq-len 1024 --attention reference,flash",
     "study attention-step --model tiny --seq-len 64 --attention reference,sdpa --steps 5",
+    implied="--phase train --dtype bf16",
+    together=("attention",),
+    takes_s=20,
+    small_s=30,
 )
-_COLLECTIVES = _answer("collectives", 32, "--ranks 2", "--ranks 2 --largest 64KiB --seconds 0.05")
+_COLLECTIVES = Measure(
+    "collectives",
+    32,
+    "study collectives --ranks 2",
+    "study collectives --ranks 2 --backend gloo --largest 64KiB --seconds 0.05",
+    "answer",
+    gpus=2,
+    takes_s=60,
+    takes_memory=False,
+    small_s=20,
+)
 _RANKS = Measure(
     "parallel",
     58,
     "study parallel --model large --ranks 2",
     "study parallel --model tiny --seq-len 32 --parallel ddp-naive,ddp-flat,ddp-overlap,ddp-bucketed,zero1 --ranks 2 "
-    "--steps 5",
+    "--steps 5 --device cpu",
+    implied="--phase train --dtype bf16 --seq-len 512 --batch-size 8",
+    gpus=2,
+    takes_s=300,
+    small_s=120,
 )
 _PLAN = Measure(
     "plan",
@@ -487,6 +530,7 @@ _PLAN = Measure(
     "plan --model llama3-405B --ranks 1024 --device H100 --seq-len 8192 --batch-size 1024",
     "plan --model small --ranks 8 --batch-size 64",
     "answer",
+    takes_memory=False,
 )
 
 _BY_LENGTH = ("forward, ms", "backward, ms", "memory", "without a time")
@@ -520,11 +564,12 @@ ASSIGNMENT = Assignment(
     parts={
         "Timing a step": (
             Question("benchmarking-b", "How long do forward and backward of each model take, and how much do they "
-                     "vary?", _STEPS, _TIMES),
+                     "vary?", _STEPS, _TIMES, "times"),
             Question("benchmarking-c", "What do the figures become without warm-up steps, or with few?", _WARMUP,
                      warmup),
             Question("benchmarking-lengths", "How does a training step grow with the sequence, and which cells run out "
-                     "of memory?", _STEPS, table("model", "seq_len", where=_TRAIN, says=which_run_out, widest=True)),
+                     "of memory?", _STEPS, table("model", "seq_len", where=_TRAIN, says=which_run_out, widest=True),
+                     "memory"),
         ),
         "Kernels of a step": (
             Question("kernels-a", "How long is each phase in the profile, and is that what the timer says?", _KERNELS,
@@ -559,14 +604,14 @@ ASSIGNMENT = Assignment(
             Question("softmax", "What does softmax do in few bits, and why is the largest subtracted first?",
                      _answer("softmax", 7), stored("softmax")),
             Question("precision-c", "How much faster are forward and backward in bf16, by the size of the model?",
-                     _SPEED, speed),
+                     _SPEED, speed, "times"),
         ),
         "Memory": (
             Question("memory-a", "How does memory develop over a training step, and what is it at the peak?", _RECORDED,
-                     recorded_memory),
+                     recorded_memory, "memory"),
             Question("memory-b", "What is the peak by context length, of forward alone and of the full step?", _MEMORY,
-                     _PEAKS),
-            Question("memory-c", "Does mixed precision change the peak?", _MEMORY, _PEAKS_BY_DTYPE),
+                     _PEAKS, "memory"),
+            Question("memory-c", "Does mixed precision change the peak?", _MEMORY, _PEAKS_BY_DTYPE, "memory"),
             Question("memory-d", "How large are the tensors that a step keeps for backward, among them those of the "
                      "residual stream?", _STEPS, kept_tensors),
             Question("memory-e", "What do parameters, gradients, optimizer and activations add up to?", _STEPS,

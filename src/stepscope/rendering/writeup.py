@@ -1,38 +1,47 @@
 """A write-up as a document: Markdown with its plots beside it, or one HTML file. Figures are those of the Answers."""
 
 import importlib
+import itertools
 import json
 import os
 import re
 import shlex
 import shutil
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from stepscope.core.answer import Answer, Finding, decode_answer, text
+from stepscope.allocations.prediction.estimate import estimate_quickly
+from stepscope.allocations.prediction.fit import Budget, will_fit
+from stepscope.core.answer import Answer, Cell, Finding, Line, Table, decode_answer, table_of, text
 from stepscope.core.attention_call import decode_timings
 from stepscope.core.errors import InputError, choose, one_line, printable
 from stepscope.core.figures import doubting_kinds
 from stepscope.core.files import read_named
-from stepscope.core.range_names import FORWARD_BACKWARD, STEP
+from stepscope.core.formulas.spelled import cell_name
+from stepscope.core.formulas.transformer import phase_work, step_flops
+from stepscope.core.model_config import configure
+from stepscope.core.range_names import FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, find_run_files, load_run, write_atomically
-from stepscope.core.units import counted, format_bytes
+from stepscope.core.units import GIB, counted, format_bytes, format_share
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.attention_answer import answer_attention
 from stepscope.questions.compare import side_named
-from stepscope.questions.comparison import same_part
+from stepscope.questions.comparison import listed, same_part
 from stepscope.rendering.cells import where_of
 from stepscope.rendering.pages import GENERATOR, Page, Section
 from stepscope.rendering.pages.html import pictures_of, render_page
 from stepscope.rendering.picture import Drawer, draw_all, draw_answer
 from stepscope.rendering.renderers import render
 from stepscope.runs.fields import matches
+from stepscope.runs.metrics import Scaling, scaling_of
 from stepscope.runs.run_sets import Disagreement, disagreeing, disagreement
 from stepscope.traces.captures.digest import TraceDigest, digest_beside
 
@@ -291,8 +300,52 @@ def _answer_in(file: Path, *, named: bool) -> Answer | None:
 Source = Callable[[Material], Answer | None]
 """Finds the Answer in what was measured; None where the material does not hold it."""
 
-Scale = Literal["full", "small"]
-SCALES: tuple[Scale, ...] = ("full", "small")
+Scale = Literal["auto", "full", "small"]
+SCALES: tuple[Scale, ...] = ("auto", "full", "small")
+
+_AXES = ("model", "seq_len", "dtype", "phase", "attention", "compile")
+"""Options of which each value makes other cells."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What decides which cells are measured on a machine."""
+
+    name: str
+    on_gpu: bool
+    memory: Budget
+    """What a process may allocate: of what is free, and not of all that there is."""
+    flops_per_s: float
+    """Of a short forward pass, by which times are estimated before anything is measured."""
+    gpus: int = 0
+    capability: tuple[int, int] | None = None
+    memory_limit_bytes: int | None = None
+    """The limit that the user set, which each command gets."""
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether products of bf16 are there: a GPU has them from Ampere on."""
+        return not self.on_gpu or self.capability is None or self.capability >= (8, 0)
+
+    def takes(self, words: Sequence[str]) -> tuple[str, ...]:
+        """The words of a command with what this GPU has in place of what it has not: before Ampere fp16 for bf16, and
+        PyTorch's attention for ours in Triton."""
+        if self.has_bf16:
+            return tuple(words)
+        other = {"bf16": "fp16", "flash": "sdpa"}
+        return tuple(",".join(dict.fromkeys(other.get(each, each) for each in word.split(","))) for word in words)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cells that one command measures: a cell of a sweep, or those that a study compares."""
+
+    chosen: Mapping[str, str]
+    """The options that tell it from the measure's other groups."""
+    cells: tuple[TextbookWorkload, ...]
+
+    def fits(self, memory: Budget) -> bool:
+        """Whether every cell is predicted to fit."""
+        return all(will_fit(cell, memory) for cell in self.cells)
 
 
 @dataclass(frozen=True)
@@ -308,10 +361,60 @@ class Measure:
     small: str
     """The same with models that a CPU measures in a minute."""
     leaves: Literal["runs", "answer"] = "runs"
+    implied: str = ""
+    """Options that the cells of the full command have without being asked: a study measures all of their values."""
+    together: tuple[str, ...] = ()
+    """Options whose values a study compares, so that it measures all of them or none."""
+    takes_s: float = 5
+    """Seconds on a GPU: of an answer the whole, of runs what each cell takes beside its start and its steps."""
+    small_s: float = 10
+    """Seconds of the small command on two cores."""
+    takes_memory: bool = True
+    """Whether the command has --memory."""
+    gpus: int = 0
+    """GPUs that the full command needs; with fewer the small one runs."""
+    of_memory: bool = False
+    """Whether it is measured for the memory that a GPU counts, and a CPU does not."""
 
     def words(self, scale: Scale) -> tuple[str, ...]:
         """The words after `stepscope`, but for where the result goes."""
-        return tuple(shlex.split(self.full if scale == "full" else self.small))
+        return tuple(shlex.split(self.small if scale == "small" else self.full))
+
+    def groups(self, words: Sequence[str]) -> list[Group]:
+        """The cells of a command like the full one, in groups that are measured or left out as one, small ones first;
+        none where what it measures is no step."""
+        said = _options_of(words)
+        options = {**_options_of(shlex.split(self.implied)), **said}
+        if self.leaves == "answer" or "model" not in options:
+            return []
+        axes = [axis for axis in _AXES if axis in options]
+        apart = [axis for axis in axes if axis in said and axis not in self.together]
+        groups: dict[tuple[str, ...], list[TextbookWorkload]] = {}
+        for values in itertools.product(*(options[axis] for axis in axes)):
+            fields: dict[str, Any] = dict(zip(axes, values, strict=True))
+            key = tuple(fields[axis] for axis in apart)
+            fields |= {name: int(options[name][0]) for name in ("batch_size",) if name in options}
+            fields |= {name: int(fields[name]) for name in ("seq_len",) if name in fields}
+            groups.setdefault(key, []).append(TextbookWorkload(**{**fields, "model": configure(fields["model"])}))
+        made = [Group(dict(zip(apart, key, strict=True)), tuple(cells)) for key, cells in groups.items()]
+        return sorted(made, key=lambda group: sum(map(step_flops, group.cells)))
+
+    def commands(self, words: Sequence[str], groups: Iterable[Group]) -> list[tuple[str, ...]]:
+        """The words of the fewest commands that measure these groups and no others, small models first; of a study one
+        for each group, so that the same group is the same command whatever else is measured."""
+        boxes = [{axis: (value,) for axis, value in group.chosen.items()} for group in groups]
+        for axis in ("seq_len", "phase", "dtype", "model") if not (self.together or self.implied) else ():
+            merged: dict[tuple[Any, ...], dict[str, tuple[str, ...]]] = {}
+            for box in boxes:
+                key = tuple((name, values) for name, values in box.items() if name != axis)
+                values = (*merged.get(key, {}).get(axis, ()), *box.get(axis, ()))
+                merged[key] = {**box, **({axis: tuple(dict.fromkeys(values))} if axis in box else {})}
+            boxes = list(merged.values())
+        commands: list[tuple[str, ...]] = []
+        for box in boxes:
+            flags = {f"--{axis.replace('_', '-')}": ",".join(values) for axis, values in box.items()}
+            commands.append(tuple(flags.get(before, word) for before, word in itertools.pairwise(("", *words))))
+        return commands
 
     def place(self, store: Path) -> Path:
         """What it leaves in a store: a folder of runs, or an answer."""
@@ -321,13 +424,23 @@ class Measure:
         """A file that is there while the command runs: one that is left says that it was interrupted."""
         return store / f"{self.name}.unfinished"
 
-    def command(self, scale: Scale, store: Path) -> str:
+    def command(self, words: Sequence[str], store: Path) -> str:
         """The whole command, as a user copies it."""
         place = shlex.quote(str(self.place(store)))
         if self.leaves == "runs":
-            return shlex.join(("stepscope", *self.words(scale), "--runs")) + f" {place}"
+            return shlex.join(("stepscope", *words, "--runs")) + f" {place}"
         make = "" if store == Path() else f"mkdir -p {shlex.quote(str(store))} && "
-        return f"{make}{shlex.join(('stepscope', *self.words(scale), '--json'))} > {place}"
+        return f"{make}{shlex.join(('stepscope', *words, '--json'))} > {place}"
+
+
+def _options_of(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The values of the options among the words of a command."""
+    pairs = itertools.pairwise((*words, "--"))
+    return {
+        flag.removeprefix("--").replace("-", "_"): tuple(value.split(","))
+        for flag, value in pairs
+        if flag.startswith("--") and not value.startswith("--")
+    }
 
 
 @dataclass(frozen=True)
@@ -338,6 +451,8 @@ class Question:
     asks: str
     measure: Measure
     source: Source
+    predicts: Literal["", "times", "memory"] = ""
+    """What is predicted of the cells that it asks for and that were not measured; empty: another question says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +479,63 @@ def assignment_named(name: str) -> Assignment:
     return importlib.import_module(f"stepscope.rendering.{name}").ASSIGNMENT
 
 
+# What is predicted of cells that a question asks for and that this machine does not measure.
+
+
+def predicted_cells(question: Question, runs: Sequence[Run], machine: Machine) -> tuple[Table, ...]:
+    """A table of the cells that a question asks for and that no run measured, with what is predicted of each; none
+    where all were measured. For a question that predicts nothing, a sentence that names them."""
+    measure = question.measure
+    recorded = _options_of(measure.words("full")).get("record", ())
+    ended = {
+        run.workload
+        for run in runs
+        if run.status == "out-of-memory" or (run.status == "done" and run.artifacts.keys() >= {*recorded})
+    }
+    asked = [cell for group in measure.groups(machine.takes(measure.words("full"))) for cell in group.cells]
+    lacking = [cell for cell in asked if cell not in ended]
+    if not lacking:
+        return ()
+    if not question.predicts:
+        cells = f"{len(lacking)} of the {counted(len(asked), 'cell')} that are asked for"
+        return (text(f"Not measured on this machine: {cells} ({listed(map(cell_name, lacking))})."),)
+    phases = {"memory": ()}.get(question.predicts, tuple(phase_work(max(lacking, key=step_flops), "full")))
+    scalings = {
+        (cell.dtype, phase): scaling_of(runs, machine.name, cell, phase) for cell in lacking for phase in phases
+    }
+    rows: list[tuple[Cell, ...]] = []
+    for cell in lacking:
+        peak = estimate_quickly(cell).peak_bytes
+        times = [scalings[cell.dtype, phase].seconds(cell) if phase in phase_work(cell) else None for phase in phases]
+        why = f"needs {format_bytes(peak)} of {format_bytes(machine.memory.usable_bytes)}"
+        if machine.on_gpu and will_fit(cell, machine.memory):
+            why = "not measured for time, or not yet"
+        elif not machine.on_gpu:
+            why = "too slow here, or larger than memory" if phases else "a CPU counts no peak"
+        rows.append((cell_name(cell), peak / GIB, *(seconds and seconds * 1e3 for seconds in times), why))
+    columns = (("cell", ""), ("peak GiB", ".2f"), *((f"{phase} ms", ".4g") for phase in phases), ("why", ""))
+    notes = [Line("Predicted; nothing in this table was measured.", "strong")]
+    notes.append(Line("Peaks: PyTorch's allocator on a GPU, played through over the step's tensors (stepscope fit)."))
+    notes += [Line(_said_of(scaling, dtype)) for (dtype, _), scaling in scalings.items()]
+    notes += [Line(f"Memory here: {machine.memory.said}.")] if machine.on_gpu else []
+    return (table_of(*columns, title="Asked for and not measured here: predicted", rows=rows, notes=tuple(notes)),)
+
+
+def _said_of(scaling: Scaling, dtype: str) -> str:
+    """From which cells the times of a phase are scaled, and how well the same scaling meets those."""
+    name = f"{scaling.phase} in {dtype}"
+    if not scaling.cells:
+        return f"Times of {name}: none was measured, so none is scaled."
+    small, large = (cell_name(edge(scaling.cells, key=lambda each: step_flops(each[0]))[0]) for edge in (min, max))
+    errors = scaling.errors
+    terms = "its bytes" if scaling.phase == OPTIMIZER else "FLOPs, scores and activations"
+    said = f"Times of {name}: by {terms} from {counted(len(scaling.cells), 'measured cell')} ({small} to {large})"
+    if not errors:
+        return f"{said}; too few to say how far off that is."
+    middle, most = format_share(statistics.median(errors)), format_share(max(errors))
+    return f"{said}; predicted so from the others, each of these is off by {middle} in the middle, {most} at most."
+
+
 # The questions of an assignment, each with its Answer or with the reason why there is none.
 
 
@@ -373,6 +545,8 @@ class Answered:
 
     question: Question
     answer: Answer | None = None
+    measured: bool = True
+    """Whether some of the answer was measured; predictions alone leave the question to be measured."""
     why: str = ""
     """Why there is no answer, where that is more than missing data."""
 
@@ -401,6 +575,8 @@ class WriteUp:
     faults: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
     """Where the material disagrees with itself, in sentences."""
+    machine: Machine | None = None
+    """The machine for which cells were chosen; None where all that is asked for is measured."""
 
     @property
     def count(self) -> int:
@@ -413,7 +589,9 @@ class WriteUp:
         devices = dict.fromkeys(one.answer.device for one in self.answered if one.answer is not None)
         where = ", ".join(printable(device) for device in devices if device)
         measured = f", measured on {where}" if where else ""
-        return f"{self.count} of {counted(len(self.answered), 'question')} answered{measured}."
+        alone = sum(not one.measured and one.answer is not None for one in self.answered)
+        predicted = f", {alone} of them by prediction alone" if alone else ""
+        return f"{self.count} of {counted(len(self.answered), 'question')} answered{predicted}{measured}."
 
     @property
     def unread(self) -> str:
@@ -427,7 +605,9 @@ class WriteUp:
         interrupted in this store."""
         measures = [(one, one.question.measure) for one in self.answered]
         wanted = {
-            measure.name: measure for one, measure in measures if one.answer is None or measure.mark(store).exists()
+            measure.name: measure
+            for one, measure in measures
+            if one.answer is None or not one.measured or measure.mark(store).exists()
         }
         return tuple(sorted(wanted.values(), key=lambda measure: measure.cost))
 
@@ -436,24 +616,46 @@ class WriteUp:
         return next(one for one in self.answered if one.question is question)
 
 
-def write_up(assignment: Assignment, material: Material, begun: Callable[[Answered], None] = lambda _: None) -> WriteUp:
-    """Each question answered from the material. begun: called with each as soon as it is."""
+def write_up(
+    assignment: Assignment,
+    material: Material,
+    machine: Machine | None = None,
+    begun: Callable[[Answered], None] = lambda _: None,
+) -> WriteUp:
+    """Each question answered from the material. machine: what the cells that were not measured are predicted for; None
+    leaves them out. begun: called with each as soon as it is."""
     answered: list[Answered] = []
+    runs = [run for run, _ in material.runs]
     for question in assignment.questions:
+        why, answer = "", None
         try:
             answer = question.source(material)
         except InputError as error:
-            answered.append(Answered(question=question, why=str(error)))
-            continue
-        has_rows = answer is not None and any(table.rows for table in answer.tables)
-        answered.append(Answered(question=question, answer=answer if has_rows else None))
+            why = str(error)
+        if answer is not None and not any(table.rows for table in answer.tables):
+            answer = None
+        measured = answer is not None
+        more = predicted_cells(question, runs, machine) if machine is not None else ()
+        if answer is not None:
+            answer = msgspec.structs.replace(answer, tables=(*answer.tables, *more))
+        elif any(table.rows for table in more):
+            answer = Answer(study="writeup", question="", tables=more)
+        answered.append(Answered(question=question, answer=answer, measured=measured, why=why))
         begun(answered[-1])
-    return WriteUp(assignment=assignment, answered=tuple(answered), faults=material.faults, doubts=material.doubts)
+    return WriteUp(
+        assignment=assignment,
+        answered=tuple(answered),
+        faults=material.faults,
+        doubts=material.doubts,
+        machine=machine,
+    )
 
 
 Draw = Callable[[Sequence[Answer]], list[str]]
 
 SUFFIXES = (".md", ".html")
+MACHINE_FILE = "machine.json"
+"""In a store: the machine for which its cells were chosen."""
 MARK = "<!-- written by stepscope writeup -->"
 """The first line of a Markdown document of ours: a file without it is not overwritten."""
 MOST_ALIKE = 6
@@ -485,6 +687,22 @@ class Target:
     def store(self) -> Path:
         """The folder of what `--run` measures."""
         return self.file.with_name(f"{self.file.stem}_data")
+
+    @property
+    def machine(self) -> Machine | None:
+        """The machine for which cells were chosen; None where they were not, or the file is damaged."""
+        try:
+            return msgspec.json.decode((self.store / MACHINE_FILE).read_bytes(), type=Machine)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def remember(self, machine: Machine) -> None:
+        """Keep for which machine cells are chosen, so that a later write-up predicts the others, too."""
+        try:
+            self.store.mkdir(parents=True, exist_ok=True)
+            write_atomically(msgspec.json.encode(machine), self.store / MACHINE_FILE)
+        except OSError as error:
+            raise InputError(f"cannot write {self.store}: {error.strerror or one_line(error)}") from error
 
     @property
     def is_page(self) -> bool:
@@ -544,7 +762,7 @@ def as_markdown(write_up: WriteUp, scale: Scale, store: Path, paths: dict[str, s
             one = write_up.of(question)
             parts.append(f"### {question.asks}")
             if one.answer is None:
-                parts += [_lacking(one), f"```\n{question.measure.command(scale, store)}\n```"]
+                parts += [_lacking(one), f"```\n{question.measure.command(question.measure.words(scale), store)}\n```"]
                 continue
             where = where_of(one.answer)
             parts += [f"*{printable(where)}*"] if where else []
@@ -571,7 +789,7 @@ def as_page(write_up: WriteUp, scale: Scale, store: Path, paths: dict[str, str])
     def section(part: str, one: Answered) -> Section:
         if one.answer is None:
             lacking = Answer(study="writeup", question="", tables=(text(_lacking(one)),))
-            command = one.question.measure.command(scale, store)
+            command = one.question.measure.command(one.question.measure.words(scale), store)
             return Section(title=one.question.asks, answer=lacking, part=part, commands=(command,))
         shown = _shown(one.answer, one.no_plot)
         if tables := _tables_of(one.question, paths):

@@ -1,14 +1,20 @@
 """Figures derived from a run: rates, utilisation, shares. Each is None where the run does not support it."""
 
+import itertools
 import math
+import operator
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from stepscope.core.answer import TEXT, Cell, Table, as_lines, table_of
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Communication, RankFigures
 from stepscope.core.formulas.spelled import cell_name
+from stepscope.core.formulas.transformer import phase_work
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP, TIMED
 from stepscope.core.run import Run
@@ -518,3 +524,96 @@ def write_metrics(runs: Sequence[Run], file: Path) -> None:
         write_atomically(open_metrics(*runs).encode(), file)
     except OSError as error:
         raise InputError(f"--metrics {file} cannot be written: {error.strerror or error}") from error
+
+
+# Times of cells that were not measured, scaled from cells that were.
+
+
+def _terms(workload: TextbookWorkload, phase: str) -> tuple[float, ...]:
+    """What the time of a phase grows with: FLOPs of products, elements of scores, and of activations, since kernels of
+    products wait for arithmetic and the others for memory; the optimizer's with its bytes alone."""
+    work = phase_work(workload, "full")[phase]
+    if not work.flops:
+        return (float((work.bytes_read or 0) + (work.bytes_written or 0)),)
+    model = workload.model
+    scores = workload.batch_size * model.heads * workload.seq_len**2 * model.layers
+    return float(work.flops), float(scores), float(workload.tokens * model.d_model * model.layers)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The times of a phase of measured cells, and what they say of cells that were not measured."""
+
+    cells: tuple[tuple[TextbookWorkload, float], ...]
+    """Each measured cell, and its median in seconds."""
+    phase: str
+
+    def seconds(self, workload: TextbookWorkload, without: TextbookWorkload | None = None) -> float | None:
+        """The time of a cell: seconds for each FLOP, score and activation, none below zero, with which the measured
+        cells but for one are met best, by the squares of their relative errors."""
+        rows = [
+            ([term / seconds for term in _terms(cell, self.phase)], 1.0)
+            for cell, seconds in self.cells
+            if cell != without
+        ]
+        weights = least_squares(rows)
+        return sum(map(operator.mul, weights, _terms(workload, self.phase))) if weights else None
+
+    @property
+    def errors(self) -> list[float]:
+        """Each measured cell's relative error where it is predicted from the others; empty where there are none."""
+        predicted = [(self.seconds(cell, cell), seconds) for cell, seconds in self.cells]
+        return [abs(guess / seconds - 1) for guess, seconds in predicted if guess is not None]
+
+
+def least_squares(rows: Sequence[tuple[Sequence[float], float]]) -> tuple[float, ...]:
+    """Factors, none below zero, with which the sums of each row's terms are nearest to its target; empty where no rows
+    say it. A few terms: every choice of those that are not zero is tried."""
+    best: tuple[float, tuple[float, ...]] = (math.inf, ())
+    terms = len(rows[0][0]) if rows else 0
+    for count in range(1, min(terms, len(rows)) + 1):
+        for chosen in itertools.combinations(range(terms), count):
+            factors = _solved(
+                [[sum(row[i] * row[j] for row, _ in rows) for j in chosen] for i in chosen],
+                [sum(row[i] * target for row, target in rows) for i in chosen],
+            )
+            if factors is None or min(factors) < 0:
+                continue
+            whole = tuple(dict(zip(chosen, factors, strict=True)).get(i, 0.0) for i in range(terms))
+            missed = sum((sum(map(operator.mul, row, whole)) - target) ** 2 for row, target in rows)
+            if missed < best[0] * (1 - 1e-9):
+                best = missed, whole
+    return best[1]
+
+
+def _solved(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """The solution of a few linear equations by elimination; None where they have no single one."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    size = len(rows)
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda row: abs(rows[row][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        if abs(rows[i][i]) <= 1e-12 * max((abs(row[i]) for row in matrix), default=0.0):
+            return None
+        for other in (row for row in rows if row is not rows[i]):
+            factor = other[i] / rows[i][i]
+            other[i:] = [a - factor * b for a, b in zip(other[i:], rows[i][i:], strict=True)]
+    return [row[-1] / row[i] for i, row in enumerate(rows)]
+
+
+def scaling_of(runs: Iterable[Run], device: str, like: TextbookWorkload, phase: str) -> Scaling:
+    """The measured times of this phase of plain steps with a dtype, on this device; of several runs of a cell the
+    last."""
+    cells: dict[TextbookWorkload, float] = {}
+    for run in sorted(runs, key=lambda run: run.instant):
+        workload, where = run.workload, run.environment
+        if run.status != "done" or workload.sizes is None or where is None or where.device_name != device:
+            continue
+        plain = msgspec.structs.replace(
+            like, model=workload.model, batch_size=workload.batch_size, seq_len=workload.seq_len, phase=workload.phase,
+            optimizer="adamw-foreach",
+        )  # fmt: skip
+        samples = samples_of(run, phase)
+        if workload == plain and samples is not None and samples.median_s:
+            cells[msgspec.structs.replace(workload, phase="train", optimizer="adamw-foreach")] = samples.median_s
+    return Scaling(tuple(cells.items()), phase)

@@ -16,7 +16,6 @@ from stepscope.rendering.writeup import (
     ASSIGNMENTS,
     MOST_ALIKE,
     MOST_ROWS,
-    SCALES,
     Found,
     Material,
     Target,
@@ -43,7 +42,7 @@ def test_every_question_has_its_own_id_and_asks():
 MEASURES = {question.measure.name: question.measure for question in CS336.questions}
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", ("full", "small"))
 @pytest.mark.parametrize("name", MEASURES)
 def test_commands_are_commands(name: str, scale: str):
     """Each names verbs and options that there are."""
