@@ -76,8 +76,7 @@ _OWN_BYTES = GIB
 @verb(
     "writeup",
     "stepscope writeup results/h200 -o writeup.md",
-    "stepscope writeup --run -o writeup.html",
-    "stepscope writeup --run --memory 12GiB",
+    "stepscope writeup --run --memory 12GiB -o writeup.html",
     conflicts=(
         Rule("needs", ("--memory", "--run"), "--memory limits what is measured: add --run"),
         Rule("needs", ("--minutes", "--run"), "--minutes bounds what is measured: add --run"),
