@@ -45,6 +45,7 @@ from stepscope.questions.attention_answer import (
     MISSING,
     PEAK,
     SAVED,
+    SCORES,
     SLOPES,
     Contest,
     answer_attention,
@@ -341,9 +342,20 @@ def test_calls_of_several_batches_or_masks_are_no_curve():
     other = msgspec.structs.replace(other, cell=msgspec.structs.replace(other.cell, shape=shape))
     rows = [timing(name, seq, 1, 2, saved=1) for name in ("reference", "flash") for seq in (256, 512)]
     answer = answer_attention(timings_by_hand(*rows, other))
-    assert {table.title for table in answer.tables} == {SAVED, CELLS} and not answer.panels
+    assert {table.title for table in answer.tables} == {SAVED, SCORES, CELLS} and not answer.panels
     assert len(answer.table(CELLS).rows) == 5 and "batch" not in answer.settings
     assert not {"faster", "grows", "out of memory"} & {finding.kind for finding in answer.findings}
+
+
+def test_the_saved_matrix_of_scores_by_hand():
+    """8 x 1 x 16384^2 numbers of 4 bytes are 8 GiB: the exponentials and the softmax are all but each row's sum."""
+    stored = Path(__file__).parents[2] / "results" / "h200" / "attention" / "seeds.json"
+    answer = answer_attention(msgspec.json.decode(stored.read_bytes(), type=AttentionTimings))
+    found = next(finding for finding in answer.findings if finding.kind == "saved scores")
+    assert found.evidence == {"matrix": 8 * 2**30, "kept": 2, "measured": 2 * 8 * 2**30 + 8 * 16384 * 4}
+    assert "8 x 1 x 16384 x 16384 x 4 B = 8.00 GiB" in found.sentence
+    one_matrix = [row[2] for row in answer.table(SCORES).rows]
+    assert one_matrix[0] == "B x H x S x T = 8 x 1 x 256 x 256 x 4 B = 2.00 MiB" and len(one_matrix) == 5
 
 
 def test_a_peak_that_nobody_counted_is_not_said():

@@ -22,6 +22,7 @@ from stepscope.core.answer import (
     warning,
 )
 from stepscope.core.attention_call import (
+    BYTES,
     CONVENTION,
     PRODUCTS,
     AttentionCell,
@@ -32,6 +33,7 @@ from stepscope.core.attention_call import (
 )
 from stepscope.core.errors import InputError
 from stepscope.core.figures import digits, gibibytes, mebibytes, median_ms, milliseconds, percent, tera
+from stepscope.core.parts import ATTENTIONS
 from stepscope.core.samples import Interval, Ratio
 from stepscope.core.units import MIB, counted, format_bytes, format_rate, format_share
 from stepscope.questions.comparison import table_of_rows, times_as_fast, within
@@ -278,7 +280,7 @@ def attention_findings(study: AttentionStudy) -> Iterator[Finding]:
     if not study.mixed:
         noise = _noise(study)
         yield from chain(_memory_runs_out(study), noise, _contests(study), _compiled_findings(study), _powers(study))
-    yield from chain(_formula(study), _best(study), _unfinished(study))
+    yield from chain(_formula(study), _largest_matrix(study), _best(study), _unfinished(study))
 
 
 def _gate(study: AttentionStudy) -> Iterator[Finding]:
@@ -476,6 +478,66 @@ def _formula(study: AttentionStudy) -> Iterator[Finding]:
     )
 
 
+def _matrices(row: AttentionTiming) -> int:
+    """How many matrices of scores a call keeps whole; 0 where it keeps none, nobody knows, or nothing was measured."""
+    if row.memory is None or not row.memory.saved_bytes:
+        return 0
+    known = row.cell.compile == "none" and row.cell.shape.window is None
+    memory = ATTENTIONS[row.cell.implementation].memory if known and row.cell.implementation in ATTENTIONS else None
+    return _KEPT_MATRICES.get(memory or "", 0)
+
+
+_KEPT_MATRICES = {"scores": 2, "math": 1}
+"""Matrices of scores that are kept, by an attention's memory: written out, the exponentials and the softmax."""
+
+
+def _matrix_bytes(cell: AttentionCell) -> tuple[int, str]:
+    """The bytes of one matrix of scores, and how they are worked out. PyTorch's math computes 16 bits in fp32."""
+    shape, size = cell.shape, BYTES[cell.dtype]
+    each = max(size, 4) if ATTENTIONS[cell.implementation].memory == "math" else size
+    total = shape.batch * shape.heads * shape.queries * shape.keys * each
+    numbers = f"{shape.batch} x {shape.heads} x {shape.queries} x {shape.keys} x {each} B"
+    return total, f"B x H x S x T = {numbers} = {format_bytes(total)}"
+
+
+def _scores(study: AttentionStudy) -> Table:
+    """The matrix of scores of each call that keeps it, multiplied out, beside what autograd was measured to save."""
+    rows: dict[object, dict[str, Cell]] = {}
+    for curve in study.curves:
+        for row in curve.rows:
+            if row.memory is not None and (count := _matrices(row)):
+                each, arithmetic = _matrix_bytes(row.cell)
+                whose = {"implementation": curve.line, "dtype": curve.dtype, "one matrix": arithmetic}
+                rows.setdefault(  # it is as large with any head_dim
+                    (*whose.values(),),
+                    {
+                        **whose,
+                        "kept": count,
+                        "with head_dim": curve.head_dim,
+                        "measured MiB": mebibytes(row.memory.saved_bytes),
+                        "of it %": percent(count * each / row.memory.saved_bytes),
+                    },
+                )
+    return table_of_rows(SCORES, [*rows.values()])
+
+
+def _largest_matrix(study: AttentionStudy) -> Iterator[Finding]:
+    """The arithmetic of the largest saved matrix of scores, beside what was measured."""
+    kept = [row for curve in study.curves for row in curve.rows if row.memory is not None and _matrices(row)]
+    row = max(kept, key=lambda row: _matrix_bytes(row.cell)[0], default=None)
+    if row is None or row.memory is None:
+        return
+    (each, arithmetic), count, saved = _matrix_bytes(row.cell), _matrices(row), row.memory.saved_bytes
+    matrices = "matrix of scores is" if count == 1 else f"{count} matrices of scores are each"
+    yield note(
+        "saved scores",
+        f"At sequence {row.cell.shape.queries:,} in {row.cell.dtype} {row.cell.line} keeps its scores: the {matrices} "
+        f"{arithmetic}, {format_share(count * each / saved)} of the {format_bytes(saved)} that autograd was measured "
+        "to save. They grow with the square of the sequence.",
+        {"matrix": each, "kept": count, "measured": saved},
+    )
+
+
 def _best(study: AttentionStudy) -> Iterator[Finding]:
     """For each dtype who reaches most of the device."""
     for dtype in dict.fromkeys(curve.dtype for curve in study.curves):
@@ -523,7 +585,7 @@ def _unfinished(study: AttentionStudy) -> Iterator[Finding]:
         )
 
 
-BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMPILED_SEEDS, MISSING = (
+BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, SCORES, CELLS, COMPILED, COMPILED_SEEDS, MISSING = (
     "Forward and backward, ms",
     "Forward, ms",
     "Backward, ms",
@@ -532,12 +594,13 @@ BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMP
     "TFLOP/s of forward and backward",
     "Powers of the sequence, fitted over the longest",
     "Saved for backward: by formula, and measured",
+    "The saved matrix of scores, multiplied out",
     "Every cell",
     "Eager beside compiled",
     "Eager beside compiled: the seeds' table",
     "Without a time",
 )
-TITLES = (BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMPILED_SEEDS, MISSING)
+TITLES = (BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, SCORES, CELLS, COMPILED, COMPILED_SEEDS, MISSING)
 """Titles of all tables that an answer may have."""
 PHASES = ("forward", "backward")
 UNSURE = "unsure"
@@ -566,7 +629,7 @@ def answer_attention(timings: AttentionTimings) -> Answer:
             _slopes(study),
         )
     )
-    tables = (*by_sequence, _saved(study), _cells(study), _missing(study))
+    tables = (*by_sequence, _saved(study), _scores(study), _cells(study), _missing(study))
     return measured_answer(
         timings.environment,
         study="attention",

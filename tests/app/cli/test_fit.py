@@ -1,5 +1,6 @@
 """`stepscope fit`: its contract in JSON, its text, the bar of accuracy over stored runs, and one line for bad input."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -105,6 +106,72 @@ def test_tensors_by_hand():
     assert all(one["total_bytes"] == one["bytes_each"] * one["count"] for one in kept)
     elements = 10 * b * s * m + 4 * b * s * f + 2 * b * h * s * s
     assert sum(one["total_bytes"] for one in kept) == 4 * elements + s * s + 4 * b * h * s + 2 * 4 * b * s
+
+
+def test_tensors_that_have_a_name_by_hand():
+    """B = 2, S = 8, M = 12, H = 3 in fp32; autocast keeps 16-bit softmax; fused attention keeps no scores."""
+    sizes = "--batch-size 2 --seq-len 8 --d-model 12 --heads 3 --layers 1 --tensors --style csv --only tensor"
+
+    def named(*options: str) -> str:
+        return stepscope("fit", *sizes.split(), *options).stdout
+
+    plain = named()
+    assert "a tensor of the residual stream,B x S x M,2 x 8 x 12 x 4 B = 768 B,2" in plain
+    assert "B x H x S x S,2 x 3 x 8 x 8 x 4 B = 1.50 KiB,1" in plain and plain.count("saved matrix of scores") == 2
+    assert "x 8 x 8 x 2 B = 768 B,1" in named("--dtype", "bf16")
+    assert "which sdpa does not keep" in named("--attention", "sdpa")
+    assert "2 x 8 x 12 x 2 B = 384 B,0" in named("--dtype", "bf16-pure")  # its norms keep copies in fp32
+
+
+def test_several_values_are_a_table_of_single_answers(tmp_path: Path):
+    options = ["--model", "tiny", "--memory", "200MiB", "--runs", tmp_path]
+    table = ["--seq-len", "64,512", "--phase", "forward,train", *options]
+    many = said(*table)
+    alone = [said("--seq-len", s, "--phase", p, *options) for s in (64, 512) for p in ("forward", "train")]
+    figures = ("fits", "peak_bytes", "margin_bytes", "fails_in", "categories", "budget")
+    assert [[one[name] for name in figures] for one in many] == [[one[name] for name in figures] for one in alone]
+    done = stepscope("fit", *table, "--style", "csv", "--only", "seq_len", "--save", tmp_path / "peaks.svg")
+    first, *rows = done.stdout.splitlines()
+    assert first.startswith("seq_len,phase,peak") and [row.split(",")[:2] for row in rows] == [
+        ["64", "forward"], ["64", "train"], ["512", "forward"], ["512", "train"],
+    ]  # fmt: skip
+    assert (tmp_path / "peaks.svg").is_file() and len((tmp_path / "forecasts.jsonl").read_text().splitlines()) >= 4
+
+
+def test_why_it_does_not_fit_is_said_term_by_term():
+    """B = 2, S = 8, M = 12, F = 20, H = 3, V = 50, two blocks in fp32, by hand; the kinds sum to what blocks keep."""
+    b, s, m, f, h, v, layers = 2, 8, 12, 20, 3, 50, 2
+    sizes = ["--d-model", m, "--d-ff", f, "--heads", h, "--layers", layers, "--vocabulary", v]
+    count = 2 * v * m + layers * (4 * m * m + 3 * m * f + 2 * m) + m
+    found = said("--batch-size", b, "--seq-len", s, *sizes, "--memory", "1MiB")
+    terms = {row[0]: (row[2], row[3]) for row in found["answer"]["tables"][1]["rows"]}
+    assert terms["parameters"] == (f"{count:,} x 4 B", 4 * count)
+    assert terms["two moments of AdamW"] == (f"{count:,} x 8 B", 8 * count)
+    assert terms["kept by blocks: scores"] == ("2 x 2 x 2 x 3 x 8 x 8 x 4 B", layers * 2 * b * h * s * s * 4)
+    assert terms["kept by blocks: feed-forward"] == ("2 x 4 x 2 x 8 x 20 x 4 B", layers * 4 * b * s * f * 4)
+    assert terms["kept by blocks: stream, norms, q, k, v"][1] == layers * 10 * b * s * m * 4
+    assert terms["kept by blocks: rows and masks"][1] == layers * (s * s + 4 * b * h * s + 2 * 4 * b * s)
+    assert terms["logits"] == ("2 x 8 x 50 x 4 B", b * s * v * 4)
+    assert terms["together"][1] == sum(size for name, (_, size) in terms.items() if name != "together")
+
+
+def test_every_way_out_leaves_what_it_says():
+    """Applied to the command, each fits or does not, as it says; what computes the same comes first, smaller steps
+    last. No number of GPUs holds what one keeps of its own batch."""
+    command = ["--model", "cs336-2025-xl", "--seq-len", 1024, "--memory", "60GiB"]
+    ways = said(*command)["ways"]
+    for way in ways:
+        options = dict(zip(command[::2], command[1::2], strict=True))
+        words = way["options"].split()
+        answer = said(*itertools.chain(*(options | {words[0]: words[1]}).items()))
+        assert answer["fits"] == way["fits"], way
+        assert answer["peak_bytes"] == pytest.approx(way["peak_bytes"], rel=0.03)
+    assert [way["options"].split()[0] for way in ways] == [
+        "--attention", "--accumulation", "--optimizer", "--dtype", "--checkpointing", "--checkpointing", "--batch-size",
+        "--seq-len",
+    ]  # fmt: skip
+    assert {way["options"]: way["price"] for way in ways}["--batch-size 2"] == "2 times the steps for as many samples"
+    assert not all(way["fits"] for way in ways) and any(way["fits"] for way in ways)
 
 
 def test_the_bytes_of_parameters_gradients_and_optimizer_by_hand():
@@ -322,7 +389,10 @@ def test_without_a_size_the_peak_is_said_and_several_devices_are_answered_each()
         ("--memory 80GiB --checkpointing every-99", "choose every-1 to every-12"),
         ("--memory 80GiB --checkpointing foo", "unknown checkpointing"),
         ("--memory 80GiB --optimizer sgd", "choose one of"),
-        ("--memory 80GiB --save fit.svg", "--save belongs to --against"),
+        ("--memory 80GiB --save fit.svg", "--save draws several steps, or belongs to --against"),
+        ("--seq-len 128,256 --tensors", "looks at one step, and these options name 2"),
+        ("--sweep --memory 1GiB --seq-len 128,256", "of --seq-len one value"),
+        ("--seq-len 128,x", "whole numbers, as in 128,256"),
         ("--memory 80GiB --apart results/h200/memory", "--apart belongs to --against"),
         ("--tensors --phase forward", "keeps nothing for backward"),
         ("--against nowhere", "does not exist"),

@@ -1,6 +1,7 @@
 """Predictions of memory as Answers: whether a step fits, what its peak is made of, what would make it fit, and how far
 predictions are off stored runs."""
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,11 +16,13 @@ from stepscope.allocations.prediction.fit import (
     FakeEstimate,
     Fit,
     Largest,
+    Plan,
     budget_of_memory,
     budget_of_total,
     will_fit,
 )
 from stepscope.core.answer import (
+    PROSE,
     TEXT,
     Answer,
     Cell,
@@ -37,8 +40,10 @@ from stepscope.core.attention_support import is_predicted
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.formulas.transformer import moment_bytes, parameter_count
+from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.run import Run
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import GIB, format_bytes, format_share
 from stepscope.core.workloads import TextbookWorkload, Workload
 
@@ -58,21 +63,87 @@ _OF_CUDA_GRAPHS = (
 def answer_fit(fit: AnyFit) -> Answer:
     """The Answer on whether a step fits, with its peak's parts, the peaks of the phases and plans; without a budget, on
     its peak alone."""
-    tables = [text(_verdict(fit), *_doubts(fit), *_sizes(fit)), _category_table(fit)]
+    tables = [text(_verdict(fit), *_doubts(fit), *_sizes(fit))]
+    if fit.fits is False and isinstance(fit.workload, TextbookWorkload):
+        tables.append(_terms(fit.workload, fit.estimate))
+    tables.append(_category_table(fit))
     phases = {
         **_by_phase(fit.estimate),
         "reserved by the allocator": _phases(fit.estimate).reserved_peak or None,
         "in the host's memory": (fit.estimate.host_bytes if isinstance(fit.estimate, MemoryEstimate) else None) or None,
     }
-    rows = [row for row in phases.items() if row[1] is not None]
-    tables.append(table_of("phase by phase", ("memory", "B"), rows=rows))
-    if fit.workload.sizes is not None:
+    tables.append(_phase_table(fit, {name: size for name, size in phases.items() if size is not None}))
+    if isinstance(fit.workload, TextbookWorkload) and fit.fits is not False:
         tables += [text(sentence) for sentence in _reasons(fit.workload)]
     if fit.workload.compile in ("reduce-overhead", "max-autotune") or fit.workload.graph == "step":
         tables.append(text(Line(_OF_CUDA_GRAPHS, "care")))
     if fit.fits is False:
-        tables.append(_plans(fit))
+        tables += _ways(fit)
     return _answer(f"Does it fit into {fit.budget.said}?" if fit.budget else "What is the peak?", fit.workload, tables)
+
+
+def answer_fits(fits: Sequence[Sequence[AnyFit]], names: Sequence[str] = ()) -> Answer:
+    """The Answer on several steps: a row for each, by what varies among them, with its peak, and for each budget
+    whether it fits and what is left. fits: of each step, by budget. names: those of several budgets."""
+    first = [of_step[0] for of_step in fits]
+    described = [_described(fit.workload) for fit in first]
+    varied = [name for name in described[0] if len({one[name] for one in described if one[name]}) > 1]
+    budgets = [fit.budget for fit in fits[0] if fit.budget is not None]
+    of = [f" {name}" for name in names] if len(budgets) > 1 else [""] * len(budgets)
+    verdicts = [column for name in of for column in (f"fits{name}", (f"left{name}", "B"))]
+    rows: list[tuple[Cell, ...]] = []
+    for values, of_step in zip(described, fits, strict=True):
+        judged = [cell for fit in of_step if fit.budget for cell in (_fits_word(fit), fit.margin_bytes)]
+        peak = of_step[0].peak_bytes, of_step[0].estimate.peak_phase
+        rows.append((*(values[name] for name in varied), *peak, *judged))
+    columns = (*((name, TEXT) for name in varied), ("peak", "B"), "in", *verdicts)
+    shared = {name: max(one[name] for one in described) for name in described[0] if name not in varied}
+    said = [f"{name} {value}" for name, value in shared.items() if value not in ("", *_USUAL) or name in _SAID]
+    alike = ", ".join(word for word in said if not word.endswith(" "))
+    lead = [Line(alike, "strong")] if alike else []
+    for i, budget in enumerate(budgets):
+        count = sum(of_step[i].fits is True for of_step in fits)
+        lead.append(Line(f"{count} of {len(fits)} steps fit into {budget.said}."))
+    into = " or ".join(budget.said for budget in budgets)
+    return Answer(
+        study="fit",
+        question=f"Which of these steps fit into {into}?" if into else "What is the peak of each of these steps?",
+        lead=tuple(lead),
+        tables=(table_of(*columns, rows=rows),),
+        panels=(_panel_of_peaks(first, described, varied),),
+    )
+
+
+def _fits_word(fit: AnyFit) -> str:
+    return "yes" if fit.fits else f"no, {fit.fails_in}"
+
+
+_FIRST = ("batch_size", "seq_len", "dtype", "phase", "attention")
+_SAID = (*_FIRST, "optimizer")
+_USUAL = ("none", "eager", "apart", REFERENCE, NOT_PARALLEL, "1")
+
+
+def _described(workload: Workload) -> dict[str, str]:
+    """What may vary among steps, by the names of options, in words; empty where a step has no such thing."""
+    fields = {"model": workload.name, **{name: str(value) for name, value in workload.arguments.items()}}
+    for name in (*_FIRST, *workload.__struct_fields__):
+        if name not in ("model", "factory", "arguments", "code", "by_factory", "seed"):
+            value = getattr(workload, name)
+            fields.setdefault(name, "" if value is None else str(value))
+    return fields
+
+
+def _panel_of_peaks(fits: Sequence[AnyFit], described: Sequence[dict[str, str]], varied: Sequence[str]) -> Panel:
+    """The peaks over the sequence or the batch, where one varies; else as bars."""
+    axis = next((name for name in ("seq_len", "batch_size") if name in varied), None)
+    points: list[Point] = []
+    for fit, values in zip(fits, described, strict=True):
+        line = ", ".join(values[name] for name in varied if name != axis and values[name]) or fit.workload.name
+        x = float(values[axis]) if axis else 0.0
+        points.append(Point(line=line, x=x, y=fit.peak_bytes / GIB, name="" if axis else line))
+    return Panel(
+        x_title=axis or "", y_title="predicted peak (GiB)", points=tuple(points), kind="curves" if axis else "bars"
+    )
 
 
 def fit_document(fit: AnyFit, answer: Answer | None = None) -> dict[str, object]:
@@ -197,10 +268,8 @@ def answer_second(first: MemoryEstimate | FakeEstimate, second: FakeEstimate) ->
     return Answer(study="fit", question="", tables=(table,))
 
 
-def _reasons(workload: TextbookWorkload) -> Iterator[str]:
-    """The bytes that a step needs for each parameter, at any batch size, multiplied out, and what is largest of what
-    its blocks keep."""
-    count = parameter_count(workload.model)
+def _states(workload: TextbookWorkload) -> dict[str, int]:
+    """Bytes of each parameter that a step needs at any batch size, by what they are for."""
     precision = PRECISIONS[workload.dtype]
     parts = {"parameters": precision.weights}
     if workload.phase != "forward":
@@ -209,6 +278,13 @@ def _reasons(workload: TextbookWorkload) -> Iterator[str]:
         parts["two moments of AdamW"] = 2 * moment_bytes(workload)
         if precision.masters:
             parts["master weights"] = precision.masters
+    return parts
+
+
+def _reasons(workload: TextbookWorkload) -> Iterator[str]:
+    """The bytes that a step needs for each parameter, at any batch size, multiplied out, and what is largest of what
+    its blocks keep."""
+    count, parts = parameter_count(workload.model), _states(workload)
     terms = [f"{name} {each} B x {count:,} = {format_bytes(each * count)}" for name, each in parts.items()]
     each = sum(parts.values())
     together = f"; together {each} B x {count:,} = {format_bytes(each * count)}" if len(terms) > 1 else ""
@@ -238,13 +314,112 @@ def _reasons(workload: TextbookWorkload) -> Iterator[str]:
     yield words + ". `stepscope fit --tensors` lists them all."
 
 
+_GROUPS: tuple[tuple[str, Callable[[tuple[str, ...]], bool]], ...] = (
+    ("scores", lambda names: names.count("seq_len") == 2 and "heads" in names),
+    ("feed-forward", lambda names: "d_ff" in names),
+    ("stream, norms, q, k, v", lambda names: "d_model" in names or "key_width" in names),
+)
+"""What blocks keep, by the dimensions of the tensors."""
+
+
+def _kind_of(tensor: KeptTensor) -> str:
+    if tensor.cast_copy:
+        return "copies of weights"
+    return next((kind for kind, is_one in _GROUPS if is_one(tensor.dimensions)), "rows and masks")
+
+
+def _terms(workload: TextbookWorkload, estimate: MemoryEstimate | FakeEstimate) -> Table:
+    """What a step needs, term by term, each with its formula and its numbers."""
+    config, count = workload.model, parameter_count(workload.model)
+    rows: list[tuple[Cell, ...]] = [
+        (name, "P", f"{count:,} x {each} B", each * count) for name, each in _states(workload).items()
+    ]
+    if workload.phase != "forward":
+        if workload.checkpointing == "none":
+            rows += _kept_terms(workload)
+        else:
+            kept = _phases(estimate).saved_for_backward
+            rows.append((f"kept for backward, checkpointing {workload.checkpointing}", "", "", kept))
+    if workload.loss == REFERENCE:
+        size = PRECISIONS[workload.dtype].products if workload.phase == "forward" else 4
+        sizes = (workload.micro_batch_size, workload.seq_len, config.vocabulary)
+        numbers = f"{' x '.join(map(str, sizes))} x {size} B"
+        rows.append(("logits", "B x S x V", numbers, math.prod(sizes) * size))
+    together = sum(size for *_, size in rows if isinstance(size, int))
+    rows.append(("together", "", "", together))
+    note = (
+        "Not all of it is there at one time: gradients come while what is kept goes. The peak below is that of the "
+        "step as it is played through, request by request."
+    )
+    columns = ("term", ("formula", TEXT), ("with its numbers", TEXT), ("memory", "B"))
+    return table_of(*columns, rows=rows, rules=(len(rows) - 1,), notes=as_lines(note))
+
+
+def _kept_terms(workload: TextbookWorkload) -> Iterator[tuple[Cell, ...]]:
+    """What all blocks keep for backward, by kind: each kind with its largest tensors multiplied out."""
+    layers, by_kind = workload.model.layers, dict[str, list[KeptTensor]]()
+    for tensor in kept_by_block(workload):
+        by_kind.setdefault(_kind_of(tensor), []).append(tensor)
+    for kind, tensors in by_kind.items():
+        alike = dict[tuple[tuple[str, ...], tuple[int, ...], int], int]()
+        for tensor in tensors:
+            key = (tensor.dimensions, tensor.sizes, tensor.itemsize)
+            alike[key] = alike.get(key, 0) + tensor.count
+        formulas = [
+            (
+                " x ".join([*[str(n)] * (n > 1), *(_SYMBOLS[name] for name in names)]),
+                " x ".join([*[str(n)] * (n > 1), *map(str, sizes), f"{each} B"]),
+            )
+            for (names, sizes, each), n in alike.items()
+        ]
+        more = " + ..." if len(formulas) > 1 else ""
+        formula, numbers = formulas[0]
+        total = layers * sum(tensor.total_bytes for tensor in tensors)
+        yield f"kept by blocks: {kind}", f"L x {formula}{more}", f"{layers} x {numbers}{more}", total
+
+
+def _phase_table(fit: AnyFit, phases: dict[str, int]) -> Table:
+    """The figures of a steady step's phases; where it does not fit, with what the memory leaves of each."""
+    if fit.fits is not False or fit.budget is None:
+        return table_of("phase by phase", ("memory", "B"), rows=phases.items())
+    usable = fit.budget.usable_bytes
+    peaks = ("before the step", "forward peak", "backward peak", "optimizer peak")
+    rows = [(name, size, usable - size if name in peaks else None) for name, size in phases.items()]
+    first = f"The first step fails in its {fit.fails_in} phase."
+    if fit.workload.phase == "train":
+        first = f"{first} It has no optimizer state before its optimizer phase; these are figures of a later step."
+    return table_of("phase by phase", ("memory", "B"), ("left", "B"), rows=rows, notes=as_lines(first))
+
+
 def _product(tensor: KeptTensor) -> str:
     symbols = " x ".join(_SYMBOLS[name] for name in tensor.dimensions)
     return f"{symbols} = {' x '.join(map(str, tensor.sizes))}"
 
 
-def _plans(fit: AnyFit) -> Table:
-    plans = fit.plans
+def _ways(fit: AnyFit) -> Iterator[Table]:
+    """Single changes with what each leaves and costs, enough or not; and the plans that are none of these."""
+    if fit.ways:
+        yield table_of(
+            "way out",
+            ("peak", "B"),
+            "fits",
+            ("price", PROSE),
+            ("option", TEXT),
+            rows=[
+                (way.change, way.peak_bytes, "yes" if way.fits else "no", way.price, way.options) for way in fit.ways
+            ],
+            notes=as_lines("What a change costs in time is not known before it is measured."),
+        )
+    alone = {way.options for way in fit.ways if way.fits}
+    plans = [plan for plan in fit.plans if plan.options not in alone]
+    if plans or not fit.plans:
+        yield _plans(fit, plans)
+
+
+_YES = {True: "yes", False: "no"}
+
+
+def _plans(fit: AnyFit, plans: Sequence[Plan]) -> Table:
     if not plans:
         sharded = f", and not with its state sharded over {MOST_GPUS} GPUs"
         return text(
@@ -274,16 +449,13 @@ def _plans(fit: AnyFit) -> Table:
 
 
 def answer_tensors(workload: TextbookWorkload, kept: Sequence[KeptTensor]) -> Answer:
-    """The Answer on what a block keeps, each size with its arithmetic."""
+    """The Answer on what a block keeps, each size with its arithmetic; the residual stream and the scores by name."""
     config = workload.model
-    batch, residual = workload.micro_batch_size, PRECISIONS[workload.dtype].residual
-    stream = batch * workload.seq_len * config.d_model * residual
     rows: list[tuple[Cell, ...]] = []
     for tensor in kept:
         name = ", ".join(tensor.operators) + (" (copy of a weight)" if tensor.cast_copy else "")
         symbols = " x ".join(_SYMBOLS[part] for part in tensor.dimensions)
-        arithmetic = f"{' x '.join(map(str, tensor.sizes))} x {tensor.itemsize} B = {format_bytes(tensor.bytes_each)}"
-        rows.append((name, symbols, arithmetic, tensor.count, tensor.total_bytes))
+        rows.append((name, symbols, _multiplied(tensor.sizes, tensor.itemsize), tensor.count, tensor.total_bytes))
     together = sum(tensor.total_bytes for tensor in kept)
     rows += [
         ("one block", "", "", sum(tensor.count for tensor in kept), together),
@@ -293,12 +465,37 @@ def answer_tensors(workload: TextbookWorkload, kept: Sequence[KeptTensor]) -> An
     again = f"With checkpointing {workload.checkpointing} a block has all of this only while backward runs it again."
     notes = as_lines(again) if workload.checkpointing != "none" else ()
     table = table_of(*columns, rows=rows, rules=(len(kept),), notes=notes)
-    answer = _answer("What does a block keep for backward?", workload, [table])
-    formula = (
-        f"A tensor of the residual stream is B x S x M = {batch} x {workload.seq_len} x {config.d_model} elements "
-        f"of {residual} bytes = {format_bytes(stream)}."
-    )
-    return msgspec.structs.replace(answer, lead=(*answer.lead, Line(formula)))
+    return _answer("What does a block keep for backward?", workload, [_by_name(workload, kept), table])
+
+
+def _multiplied(sizes: Sequence[int], itemsize: int) -> str:
+    return f"{' x '.join(map(str, sizes))} x {itemsize} B = {format_bytes(math.prod(sizes) * itemsize)}"
+
+
+def _by_name(workload: TextbookWorkload, kept: Sequence[KeptTensor]) -> Table:
+    """The tensors that questions ask for by name, multiplied out: of the residual stream, and the saved scores."""
+    batch, length, config = workload.micro_batch_size, workload.seq_len, workload.model
+    residual = PRECISIONS[workload.dtype].residual
+    of_stream = [
+        tensor.count
+        for tensor in kept
+        if tensor.dimensions == ("batch_size", "seq_len", "d_model")
+        and (tensor.itemsize, tensor.operators[0]) in [(residual, norm) for norm in _NORMS]
+    ]
+    stream = _multiplied((batch, length, config.d_model), residual)
+    rows: list[tuple[Cell, ...]] = [("a tensor of the residual stream", "B x S x M", stream, sum(of_stream))]
+    scores = [tensor for tensor in kept if _kind_of(tensor) == "scores"]
+    for tensor in scores:
+        name = f"a saved matrix of scores ({', '.join(tensor.operators)})"
+        rows.append((name, "B x H x S x S", _multiplied(tensor.sizes, tensor.itemsize), tensor.count))
+    if not scores:
+        whole = _multiplied((batch, config.heads, length, length), PRECISIONS[workload.dtype].products)
+        rows.append((f"a matrix of scores, which {workload.attention} does not keep", "B x H x S x S", whole, 0))
+    return table_of("tensor", "shape", ("size of each", TEXT), ("kept by a block", TEXT), rows=rows)
+
+
+_NORMS = ("Pow", "Norm", "RmsNorm", "AddRmsNorm")
+"""Operators of a norm that keep what it is given: the residual stream, or a copy of it in fp32."""
 
 
 def answer_largest(rows: Sequence[Largest], memory: str) -> Answer:

@@ -157,6 +157,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The GPUs that it needs; None for a user's module, of which plans keep to one."""
 
 
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """One change to a step that needs less memory, whether or not it is enough."""
+
+    change: str
+    options: str
+    """For the command line."""
+    peak_bytes: int
+    """As predicted; of each GPU, where there are several."""
+    fits: bool
+    price: str
+    """What it costs, in words, as far as it is known."""
+
+
 W = TypeVar("W", TextbookWorkload, FactoryWorkload)
 E = TypeVar("E", MemoryEstimate, FakeEstimate)
 
@@ -171,6 +184,9 @@ class Fit(msgspec.Struct, Generic[E], frozen=True, kw_only=True):
     """Bytes that are alive at the peak, by category."""
     plans: tuple[Plan, ...] = ()
     """The cheapest changes that would make it fit, the cheapest first; empty where it fits, or nothing helps."""
+    ways: tuple[Way, ...] = ()
+    """Single changes, the cheapest first, each with the memory that it leaves, whether or not it is enough; empty where
+    the step fits, and for a user's module."""
     margin_bytes: int | None = None
     """What the budget leaves beyond the peak; below zero: what is missing."""
     kept_free_bytes: int | None = None
@@ -233,10 +249,12 @@ def judge(predictor: Predictor[W, E], budget: Budget | None, *, search: bool = T
     if budget is None:
         return peak
     fails_in = predictor.fails_in(budget)
+    searched = _Search(predictor, budget) if search and fails_in is not None else None
     return msgspec.structs.replace(
         peak,
         fits=fails_in is None,
-        plans=tuple(_Search(predictor, budget).plans()) if search and fails_in is not None else (),
+        plans=tuple(searched.plans()) if searched else (),
+        ways=tuple(searched.ways()) if searched else (),
         margin_bytes=budget.usable_bytes - predicted.peak_bytes,
         kept_free_bytes=predictor.kept_free(budget),
         fails_in=fails_in,
@@ -416,6 +434,35 @@ def _groups(workload: Workload) -> Lever:
     )
 
 
+_SHORTEST = 64
+"""Tokens below which no shorter sequence is proposed."""
+
+
+def _smaller(workload: Workload) -> Iterator[Lever]:
+    """A smaller batch and a shorter sequence, halved again and again."""
+    parts = workload.accumulation
+    batches = [n for n in divisors(workload.batch_size or 1)[-2::-1] if n % parts == 0]
+    yield tuple(setting(f"a batch of {n}", "--batch-size", n) for n in batches)
+    lengths = [(workload.seq_len or 0) >> halvings for halvings in range(1, 20)]
+    yield tuple(setting(f"a sequence of {n}", "--seq-len", n) for n in lengths if n >= _SHORTEST)
+
+
+def _price(change: Change, workload: Workload, extra_flops: float | None) -> str:
+    """What a change costs, in words: FLOPs and steps, which are known. Its time is not, before it is measured."""
+    [(field, value)] = change.fields.items()
+    sizes = {"batch_size": workload.batch_size or 0, "seq_len": workload.seq_len or 0}
+    times = f"{sizes[field] / int(value):.3g} times" if field in sizes else ""
+    flops = f"{max(0.0, extra_flops or 0.0):.1%} more FLOPs".replace("%", " %")
+    words = {
+        "batch_size": f"{times} the steps for as many samples",
+        "seq_len": f"a context {times} as short, and as many more steps",
+        "accumulation": f"{value} forward and backward passes a step",
+        "dtype": "products rounded to 16 bits",
+        "checkpointing": flops if extra_flops else f"{flops}, elementwise operations run again",
+    }
+    return "moments rounded to 16 bits" if value == "adamw-bf16-state" else words.get(field, flops)
+
+
 MOST_PLANS = 6
 MOST_GPUS = 1024
 
@@ -448,6 +495,34 @@ class _Search(Generic[W]):
         plans = [self._plan(self._with_most_blocks(changes)) for changes in sufficient]
         plans.sort(key=lambda plan: (plan.extra_flops_fraction or 0, plan.options.count("--")))
         return plans[:MOST_PLANS] + self._sharded()
+
+    def ways(self) -> Iterator[Way]:
+        """Every single change, the cheapest first: what computes as much, what computes more, what makes smaller steps,
+        and more GPUs. Of each the mildest setting that fits, or else the strongest. None for a user's module, whose
+        sizes no option sets."""
+        workload = self._predictor.workload
+        if workload.sizes is None:
+            return
+        dearness = ("attention", "accumulation", "optimizer", "dtype", "checkpointing")
+        levers = sorted(self._levers, key=lambda lever: dearness.index(next(iter(lever[0].fields))))
+        for lever in (*levers, *filter(None, map(self._runnable, _smaller(workload)))):
+            enough = next((one for one in lever if self._fits((one,), quickly=False)), None)
+            chosen = (lever[-1],) if enough is None else self._with_most_blocks((enough,))
+            plan = self._plan(chosen)
+            if plan.peak_bytes < (self._peak(()) or 0):
+                yield Way(
+                    change=plan.change,
+                    options=plan.options,
+                    peak_bytes=plan.peak_bytes,
+                    fits=enough is not None,
+                    price=_price(chosen[0], workload, plan.extra_flops_fraction),
+                )
+        sharded = by_sizes(workload, lambda alone: self._over_gpus(alone, ()))
+        if sharded is not None and sharded.gpus is not None:
+            price = f"{sharded.gpus} GPUs of that peak, and what they send"
+            yield Way(
+                change=sharded.change, options=sharded.options, peak_bytes=sharded.peak_bytes, fits=True, price=price
+            )
 
     def _sharded(self) -> list[Plan]:
         """The fewest GPUs that hold the step with its state sharded; alone, or beside other changes. No formula says it

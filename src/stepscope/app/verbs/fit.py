@@ -1,7 +1,7 @@
 """`fit`: will it fit, and if not, what would make it fit. Nothing is run on real tensors."""
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
@@ -15,12 +15,13 @@ from stepscope.app.verbs.run import gradients_kept, of_object
 from stepscope.core.errors import InputError, warn
 from stepscope.core.files import json_document
 from stepscope.core.model_config import PRESETS, ModelOptions
-from stepscope.core.options import BUDGET, Option, Rule, spelled_out, verb, words
+from stepscope.core.options import BUDGET, Option, Rule, spelled_out, verb
 from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
 from stepscope.core.units import parse_bytes
-from stepscope.core.workloads import Compile, Optimizer, Phase, TextbookWorkload, Workload
+from stepscope.core.workloads import Compile, FactoryWorkload, Optimizer, Phase, TextbookWorkload, Workload
 from stepscope.engine.workload_options import (
+    ManyWorkloads,
     OneWorkload,
     check_one_model,
     choices_among,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from stepscope.allocations.prediction.answer import AnyFit
     from stepscope.allocations.prediction.estimate import MemoryEstimate
     from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit, Plan
     from stepscope.training.user_module.module_step import UserModule
@@ -203,13 +205,8 @@ Apart = Annotated[
 @verb(
     "fit",
     "stepscope fit --model xl --seq-len 1024 --device H100",
-    "stepscope fit --sweep --memory 80GiB",
+    "stepscope fit --model 2.7B --seq-len 128,512 --dtype fp32,bf16 --memory 80GiB",
     conflicts=(
-        Rule(
-            "needs",
-            ("--save", "--against"),
-            "--save belongs to --against: say which runs to compare with, or leave it out",
-        ),
         Rule(
             "needs",
             ("--apart", "--against"),
@@ -228,7 +225,7 @@ Apart = Annotated[
 )
 def command(
     *,
-    workload: OneWorkload,
+    workloads: ManyWorkloads,
     memory: Memory,
     device: Device = None,
     tensors: Tensors = False,
@@ -240,75 +237,98 @@ def command(
     save: Path | None,
     shown: Presentation,
 ) -> None:
-    """Predict the peak memory of a step, say whether it fits, and what would make it fit. Needs no GPU."""
+    """Predict the peak memory of a step, say whether it fits, and what would make it fit. Needs no GPU.
+
+    Options of several values, as in --seq-len 128,512, make a table of every combination.
+    """
     from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory
-    from stepscope.allocations.prediction.fit import fit as predict
 
     if against:
         _compare(against, apart, save, shown)
         return
-    user_workload = workload.user_workload
     budgets = [budget_of_memory(memory)] if memory is not None else [*map(budget_of_device, device or ())]
-    if user_workload is not None:
-        for mode, value in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)):
-            if value:
-                raise InputError(f"{mode} is for the textbook's model: leave it out; a step of your own runs on fakes")
-        from stepscope.questions.fit_apart import fit_apart
-
-        _show(fit_apart(user_workload, budgets), None, runs, shown)
-    elif sweep:
-        names = words(workload.options["model"], "--model") if "model" in workload.options else list(PRESETS)
-        models = _those_that_can_be(names, workload)
+    mode = next((flag for flag, asked in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)) if asked), None)
+    if sweep and not ({"module", "arg"} & set(workloads.options)):
         if len(budgets) != 1:
             raise InputError(
                 "how much memory is there? Say --memory, as in --memory 80GiB, or one --device, as in --device H100"
             )
-        _show_largest(models, budgets[0], shown)
-    else:
-        step = workload.workload(model="small", seq_len=512)
-        if tensors:
-            _list_tensors(step, shown)
-            return
-        gc.disable()  # a symbolic step makes a million objects, none of them in a cycle
-        fits = [predict(step, budget) for budget in budgets or [None]]
-        gc.enable()
-        second = None
-        if fake:
-            from stepscope.engine.fake_module import estimate_by_running
+        _refuse_plot(save)
+        _show_largest(_those_that_can_be(workloads), budgets[0], shown)
+        return
+    steps = workloads.workloads(model="small", seq_len=512)
+    if mode is not None and steps[0].sizes is None:
+        raise InputError(f"{mode} is for the textbook's model: leave it out; a step of your own runs on fakes")
+    if mode is not None and len(steps) > 1:
+        raise InputError(f"{mode} looks at one step, and these options name {len(steps)}: give each one value")
+    if len(steps) > 1:
+        fits = [_predicted(step, budgets, search=False) for step in steps]
+        _show_table(fits, device or (), runs, save, shown)
+        return
+    _refuse_plot(save)
+    step = steps[0]
+    if tensors and isinstance(step, TextbookWorkload):
+        _list_tensors(step, shown)
+        return
+    second = None
+    fits = _predicted(step, budgets, search=True)
+    if fake and isinstance(step, TextbookWorkload):
+        from stepscope.engine.fake_module import estimate_by_running
 
-            with stdout_kept_clean():
-                second = estimate_by_running(step)
-        _show(fits, second, runs, shown)
+        with stdout_kept_clean():
+            second = estimate_by_running(step)
+    _show(fits, second, runs, shown)
 
 
-def _those_that_can_be(names: Iterable[str], workload: OneWorkload) -> list[TextbookWorkload]:
-    """The workload with each of these models; a model that cannot have the options is left out, which is said.
+def _refuse_plot(save: Path | None) -> None:
+    if save is not None:
+        raise InputError("--save draws several steps, or belongs to --against: give an option several values")
 
-    Raises InputError where it is none.
+
+def _predicted(step: Workload, budgets: "Sequence[Budget]", *, search: bool) -> "list[AnyFit]":
+    """The prediction of a step for each budget, or of its peak alone where there is none."""
+    if isinstance(step, FactoryWorkload):
+        from stepscope.questions.fit_apart import fit_apart
+
+        return [*fit_apart(step, budgets, search=search)]
+    from stepscope.allocations.prediction.fit import SymbolicPredictor, judge
+
+    assert isinstance(step, TextbookWorkload)
+    gc.disable()  # a symbolic step makes a million objects, none of them in a cycle
+    predictor = SymbolicPredictor(step)
+    fits: list[AnyFit] = [judge(predictor, budget, search=search) for budget in budgets or [None]]
+    gc.enable()
+    return fits
+
+
+def _those_that_can_be(workloads: ManyWorkloads) -> list[TextbookWorkload]:
+    """The workload with each model; a model that cannot have the options is left out, which is said.
+
+    Raises InputError where it is none, and for options of several values.
     """
-    workloads: list[TextbookWorkload] = []
+    kept: list[TextbookWorkload] = []
     faults: list[str] = []
-    for name in names:
+    others = {name: values for name, values in workloads.options.items() if name != "model"}
+    if several := [name for name, values in others.items() if len(values) > 1]:
+        flags = ", ".join(ManyWorkloads({name: others[name] for name in several}).flags)
+        raise InputError(f"--sweep takes several models, and of {flags} one value")
+    one = {name: values[0] for name, values in others.items()}
+    for name in workloads.options.get("model", tuple(PRESETS)):
         try:
-            workloads.append(OneWorkload({**workload.options, "model": name}).workload(seq_len=512))
+            kept.append(OneWorkload({**one, "model": name}).workload(seq_len=512))
         except InputError as error:
             faults.append(f"{name}: {error}")
-    if not workloads:
+    if not kept:
         raise InputError(f"no model is left: {'; '.join(faults)}")
     for fault in faults:
         warn(f"left out, {fault}")
-    return workloads
+    return kept
 
 
-def _show(
-    fits: "Sequence[Fit[MemoryEstimate]] | Sequence[Fit[FakeEstimate]]",
-    second: "FakeEstimate | None",
-    runs: Path,
-    shown: Presentation,
-) -> None:
+def _show(fits: "Sequence[AnyFit]", second: "FakeEstimate | None", runs: Path, shown: Presentation) -> None:
     """Show the predictions of one step, and keep them as forecasts. second: of the textbook's step on fake tensors."""
     from stepscope.allocations.prediction.answer import answer_fit, answer_second, fit_document
-    from stepscope.core.run_directory import FORECASTS_FILE, forecast_of_peak, keep_forecasts
+    from stepscope.core.run_directory import FORECASTS_FILE
 
     answers = [answer_fit(fit) for fit in fits]
     documents = [fit_document(fit, answer) for fit, answer in zip(fits, answers, strict=True)]
@@ -321,6 +341,25 @@ def _show(
 
         if bars := error_bars(judged_in(runs)[0]):
             answers[-1] = msgspec.structs.replace(answers[-1], asides=(*answers[-1].asides, bars))
+    _keep(fits, runs)
+    shown.show(*answers, document=lambda: json_document(documents[0] if len(documents) == 1 else documents))
+
+
+def _show_table(
+    fits: "Sequence[Sequence[AnyFit]]", names: Sequence[str], runs: Path, save: Path | None, shown: Presentation
+) -> None:
+    """Show the predictions of several steps as one table, and keep them as forecasts. names: those of the budgets."""
+    from stepscope.allocations.prediction.answer import answer_fits, fit_document
+
+    every = [fit for of_step in fits for fit in of_step]
+    _keep(every, runs)
+    shown.show(answer_fits(fits, names), document=lambda: json_document([*map(fit_document, every)]), save=save)
+
+
+def _keep(fits: "Sequence[AnyFit]", runs: Path) -> None:
+    """Keep predictions as forecasts, beside the runs that will show how far off they were."""
+    from stepscope.core.run_directory import forecast_of_peak, keep_forecasts
+
     forecasts = [
         forecast_of_peak(
             "fit",
@@ -334,7 +373,6 @@ def _show(
     ]
     if fault := keep_forecasts(runs, forecasts):
         warn(fault)
-    shown.show(*answers, document=lambda: json_document(documents[0] if len(documents) == 1 else documents))
 
 
 def _list_tensors(workload: TextbookWorkload, shown: Presentation) -> None:
