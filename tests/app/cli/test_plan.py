@@ -1,6 +1,7 @@
 """`stepscope plan`: its text, its document, its agreement with `fit`, and one line for bad input."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,36 @@ def test_plans_take_collectives_as_they_were_measured():
             assert abs(float(str(measured[name][3]))) < 0.1
 
 
+def test_closed_forms_are_the_formulas_with_the_numbers_put_in(tmp_path: Path):
+    """The text of each formula, evaluated, is the figure beside it; and in one dtype it is what a plan counts."""
+    answer = planned(
+        "--explain", "--model", "cs336-2026-xl", "--ranks", 8, "--batch-tokens", 65536, "--dtype", "bf16-pure",
+        "--network", "inside=100GB,share=1", "--efficiency", 1, "--device", "H100", runs=tmp_path,
+    )  # fmt: skip
+    figures, forms, rings = answer.tables
+    values = {
+        "B": 65536,
+        "D": 2560,
+        "F": 10240,
+        "e": 2,
+        "N": 8,
+        "n": 4,
+        "t": 2,
+        "C": 989.4e12,
+        "W": 100e9,
+        "S": 157286400,
+    }
+
+    def value(formula: object) -> float:
+        return eval(re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", str(formula)), {"max": max}, dict(values))
+
+    for row, (_, _, flops, seconds, most) in zip(figures.rows, forms.rows, strict=True):
+        assert row[2] == value(flops) and row[5] == pytest.approx(value(seconds))
+        assert row[7] == (None if most == "any number" else pytest.approx(value(most), rel=1e-4))
+        assert row[4] == row[9]
+    assert [row[2] for row in rings.rows] == [pytest.approx(value(row[1])) for row in rings.rows]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -180,6 +211,8 @@ def test_plans_take_collectives_as_they_were_measured():
         ("--efficiency 2", "--efficiency is 2"),
         ("--spread 0.9", "--spread is 0.9"),
         ("--checkpointing every-99", "checkpointing every-99 groups more blocks than small has"),
+        ("--explain --layout sharding=zero3", "of --layout it reads tensor=N"),
+        ("--explain --ranks 8 --layout tensor=3", "tensor=3 does not divide --ranks 8"),
         ("--verify --ranks 3", "--ranks says nothing with --verify"),
         ("--save plan.doc", "cannot tell how to write the plot plan.doc"),
     ],

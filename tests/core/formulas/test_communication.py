@@ -8,9 +8,12 @@ from hypothesis import strategies as st
 from stepscope.core.formulas.communication import (
     Bytes,
     Group,
+    SharedLayer,
     Transfer,
     bus_bytes_per_s,
     latency_s,
+    layer_bytes,
+    ring_all_reduces_s,
     transfer_s,
     transfers_of,
 )
@@ -244,3 +247,62 @@ def test_the_nearest_number_of_ranks_below_counts_and_nccl_before_gloo():
     found = measured_network(NAMED, [*fits, measured("all-reduce", 3, 9, 1e9, "gloo")], "here")
     chosen = [found.fit_for("all-reduce", ranks) for ranks in (2, 3, 4, 8)]
     assert [fit.ranks for fit in chosen if fit] == [2, 2, 4, 4] and found.fit_for("broadcast", 2) is None
+
+
+LAYER = SharedLayer(d_model=8, d_ff=16, tokens=64, element_bytes=2, flops_per_s=1000.0, bytes_per_s=100.0)
+
+
+def test_a_feed_forward_layer_by_hand():
+    """D 8, F 16, B 64, e 2, C 1000, W 100 on 4 GPUs: the weights are 768 bytes, the input 1,024."""
+    dp_f, dp_b, fsdp_f, fsdp_b, tp_f, tp_b, both_f, both_b = LAYER.passes(4, 2)
+    assert [one.flops for one in (dp_f, dp_b, both_f, both_b)] == [12288, 24576, 12288, 24576]  # 6 or 12 B D F / 4
+    assert [one.data_bytes for one in (dp_f, dp_b, fsdp_f, fsdp_b)] == [0, 1152, 576, 1152]
+    assert [one.tensor_bytes for one in (tp_f, tp_b)] == [1536, 1536]  # 2 * 3 / 4 * 1024
+    # Half of the weights among 2 GPUs, and half of the tokens' activations among the other 2.
+    assert (both_f.data_bytes, both_f.tensor_bytes) == (192, 512)
+    assert (both_b.data_bytes, both_b.tensor_bytes) == (384, 512)
+    assert (dp_b.most, fsdp_f.most, fsdp_b.most) == (7.4, 7.4, 7.4)  # 1 + 2 * 64 * 100 / 2000
+    assert tp_f.most == pytest.approx(3.4) and tp_b.most == pytest.approx(5.8)
+    assert dp_f.most == float("inf") and both_f.most == pytest.approx(7.4 * 3.4)
+
+
+@pytest.mark.parametrize("place", range(1, 8))
+def test_at_the_bound_a_layer_sends_for_as_long_as_it_computes(place: int):
+    """Of FSDP with TP each kind at its own bound; in turn, no split of the axes goes on longer than the bound says."""
+    one = LAYER.passes(4, 2)[place]
+    data, tensor = (one.most, 1.0) if place < 4 else (1.0, one.most) if place < 6 else (7.4, one.most / 7.4)
+    there = LAYER._pass(one.layout, one.when, data, tensor, 1 if place in (2, 6) else 0 if place == 4 else 2)  # type: ignore[arg-type]
+    sends = [sent / LAYER.bytes_per_s for sent in (there.data_bytes, there.tensor_bytes) if sent]
+    assert sends == pytest.approx([there.flops / LAYER.flops_per_s] * len(sends))
+    if place >= 6:
+        a, b = 6.4, one.most / 7.4 - 1
+        assert one.most_in_turn == pytest.approx((a + b + a * b) ** 2 / (4 * a * b))
+        tried = max((1 + x / 100) * (1 + b * (1 - x / 100 / a)) for x in range(641))
+        assert tried <= one.most_in_turn and tried == pytest.approx(one.most_in_turn, rel=1e-3)
+
+
+@pytest.mark.parametrize(("ranks", "tensor"), [(4, 2), (2, 1)])
+def test_closed_forms_are_what_plans_send(ranks: int, tensor: int):
+    """All in the bytes of one dtype, 32 sequences of 2 tokens."""
+    sizes = Bytes(parameters=2, gradients=2, compute=2, residual=2)
+    data = ranks // tensor
+    layouts = {
+        "DP": Layout(data=ranks, micro_batch=32 // ranks),
+        "FSDP": Layout(data=ranks, sharding="zero3", shard=ranks, micro_batch=32 // ranks),
+        "TP": Layout(tensor=ranks, micro_batch=32),
+        "FSDP with TP": Layout(tensor=tensor, data=data, sharding="zero3", shard=data, micro_batch=32 // data),
+    }
+    for one in LAYER.passes(ranks, tensor):
+        planned = layer_bytes(SMALL.config, layouts[one.layout], 2, sizes, one.when == "forward")
+        assert planned == one.data_bytes + one.tensor_bytes, one
+    wider = PlannedModel(config=msgspec.structs.replace(SMALL.config, d_ff=32))
+    more = wider.flops_per_token(2)[0] - SMALL.flops_per_token(2)[0]
+    assert LAYER.passes(ranks, tensor)[0].flops == 64 * more / ranks
+
+
+def test_the_ring_of_whole_messages_takes_half_as_many_times_longer_as_there_are_ranks():
+    assert ring_all_reduces_s(800, 4, 100.0) == (12.0, 24.0)
+    link = Network(
+        name="", node=8, inside_bytes_per_s=100, between_bytes_per_s=1, share=1.0, call_s=0, inside_latency_s=0
+    )
+    assert transfer_s(link, Transfer("data", "", "all-reduce", 800, 1, Group(4, 1), "step")) == 12.0

@@ -13,6 +13,7 @@ from stepscope.allocations.planning.search import (
     Machine,
     Plan,
     Planned,
+    Question,
     planned,
     planned_step,
     search,
@@ -28,13 +29,23 @@ from stepscope.allocations.planning.times import (
     said_of,
 )
 from stepscope.allocations.prediction.estimate import estimate
+from stepscope.allocations.prediction.fit import divisors
 from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, bytes_of
 from stepscope.core import answer
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.checkpointing import offload_of, selective_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec, find_device_spec
 from stepscope.core.errors import InputError
-from stepscope.core.formulas.communication import bus_bandwidth, transfer_s, transfers_of
+from stepscope.core.formulas.communication import (
+    Group,
+    SharedLayer,
+    bus_bandwidth,
+    bus_bytes_per_s,
+    layer_bytes,
+    ring_all_reduces_s,
+    transfer_s,
+    transfers_of,
+)
 from stepscope.core.formulas.planned_model import PlannedModel
 from stepscope.core.formulas.spelled import cell_name, run_command
 from stepscope.core.layout import SHARDINGS, Layout, settled, step_of
@@ -548,6 +559,129 @@ def _findings(planning: Planning) -> Iterable[answer.Finding]:
             {"share": bubble},
             "more micro-batches (a larger batch), or more chunks a rank",
         )
+
+
+# One feed-forward layer in closed form, beside what a plan counts of it.
+
+
+_ONE_AXIS = ("6 B D F / N", "12 B D F / N")
+_FORMS: dict[str, tuple[tuple[str, str, str], tuple[str, str, str]]] = {
+    "DP": (
+        (_ONE_AXIS[0], "0", "any number"),
+        (_ONE_AXIS[1], "6 e D F (N - 1) / (N W)", "1 + 2 B W / (e C)"),
+    ),
+    "FSDP": (
+        (_ONE_AXIS[0], "3 e D F (N - 1) / (N W)", "1 + 2 B W / (e C)"),
+        (_ONE_AXIS[1], "6 e D F (N - 1) / (N W)", "1 + 2 B W / (e C)"),
+    ),
+    "TP": (
+        (_ONE_AXIS[0], "2 e B D (N - 1) / (N W)", "1 + 3 F W / (e C)"),
+        (_ONE_AXIS[1], "2 e B D (N - 1) / (N W)", "1 + 6 F W / (e C)"),
+    ),
+    "FSDP with TP": (
+        (_ONE_AXIS[0], "max(3 e D F (n - 1), 2 e B D (t - 1)) / (N W)", "(1 + 2 B W / (e C)) (1 + 3 F W / (e C))"),
+        (_ONE_AXIS[1], "max(6 e D F (n - 1), 2 e B D (t - 1)) / (N W)", "(1 + 2 B W / (e C)) (1 + 6 F W / (e C))"),
+    ),
+}
+"""By layout, in forward and backward: FLOPs of a GPU, seconds that it sends, and the GPUs until it is bound by that.
+`SharedLayer.passes` computes them."""
+
+
+def answer_closed_forms(question: Question, spec: DeviceSpec, flops_per_s: float, network: Network) -> answer.Answer:
+    """What computing and sending one feed-forward layer of the model takes by DP, FSDP, TP and both, in closed form.
+
+    flops_per_s: what matrix products reach on a GPU.
+    """
+    workload, config, ranks = question.workload, question.workload.model, question.ranks
+    fit = network.fit_for("all-reduce", ranks)
+    rate = bus_bytes_per_s(network, Group(ranks, 1))
+    if fit is not None and fit.bytes_per_s:
+        rate = bus_bandwidth("all-reduce", 1, fit.ranks, 1 / fit.bytes_per_s)
+    size = bytes_of(workload, "zero3").compute
+    layer = SharedLayer(
+        d_model=config.d_model, d_ff=config.d_ff, tokens=workload.tokens, element_bytes=size, flops_per_s=flops_per_s,
+        bytes_per_s=rate,
+    )  # fmt: skip
+    both = {one: layer.passes(ranks, one)[-2] for one in divisors(ranks)}
+    tensor = int(question.fixed.get("tensor", min(both, key=lambda t: max(both[t].data_bytes, both[t].tensor_bytes))))
+    passes = layer.passes(ranks, tensor)
+    rows: list[tuple[answer.Cell, ...]] = []
+    for one in passes:
+        computes, sends = one.flops / flops_per_s, max(one.data_bytes, one.tensor_bytes) / rate
+        sent, planned_bytes = one.data_bytes + one.tensor_bytes, _bytes_by_plan(question, one.layout, one.when, tensor)
+        most, in_turn = (None if bound == float("inf") else bound for bound in (one.most, one.most_in_turn))
+        rows.append(
+            (
+                one.layout, one.when, one.flops, computes, sent, sends,
+                "communication" if sends > computes else "computing", most,
+                in_turn if one.layout == "FSDP with TP" else None, planned_bytes,
+            )
+        )  # fmt: skip
+    message = 3 * config.d_model * config.d_ff * size
+    best_s, naive_s = ring_all_reduces_s(message, ranks, rate)
+    whose = f"what was measured ({network.source})" if fit is not None and fit.bytes_per_s else network.name
+    return answer.Answer(
+        study="plan",
+        question=f"When does communication bound a feed-forward layer of {config.name}, by layout?",
+        lead=(
+            answer.Line(f"One feed-forward layer of {config.name} on {ranks:,} x {spec.name}, by formula", "strong"),
+            answer.Line(
+                f"D = {config.d_model:,}, F = {config.d_ff:,}, B = {workload.tokens:,} tokens, e = {size} bytes "
+                f"({workload.dtype}), N = {ranks:,}; FSDP with TP: n = {ranks // tensor:,}, t = {tensor:,}"
+            ),
+            answer.Line(
+                f"C = {format_rate(flops_per_s, 'FLOP/s')}, what products are taken to reach (--efficiency); W = "
+                f"{format_rate(rate, 'B/s')} out of a GPU, of {whose} (--network)"
+            ),
+        ),
+        tables=(
+            answer.table_of(
+                "layout", "pass", ("FLOPs of a GPU", "FLOP"), ("computing", "s"), ("sent", "B"), ("sending", "s"),
+                "bound by", ("GPUs until bound", ",.1f"), ("sent in turn", ",.1f"), ("sent by plan", "B"),
+                title="Computing and sending, with the numbers put in", rows=rows,
+                notes=answer.as_lines(
+                    "Bound by communication: sending takes longer than computing beside it. GPUs until bound: with "
+                    "this B and F; of FSDP with TP at the best n and t, both kinds sent at once, or in turn.",
+                    f"Sent by plan: what `stepscope plan` counts of this layer in {workload.dtype}. It reduces "
+                    "gradients in the dtype of parameters, and has TP's all-reduces in two halves.",
+                ),
+            ),
+            answer.table_of(
+                "layout", "pass", ("FLOPs of a GPU", answer.TEXT), ("seconds of sending", answer.TEXT),
+                ("GPUs until bound", answer.TEXT), title="The formulas",
+                rows=[
+                    (name, when, *forms)
+                    for name, both_passes in _FORMS.items()
+                    for when, forms in zip(("forward", "backward"), both_passes, strict=True)
+                ],
+                notes=answer.as_lines(
+                    "Sent in turn, with a = 2 B W / (e C) and b = 3 F W / (e C), in backward 6 F W / (e C): "
+                    "(a + b + a b)^2 / (4 a b) GPUs.",
+                ),
+            ),
+            answer.table_of(
+                "ring", ("formula", answer.TEXT), ("seconds", "s"), title=f"All-reduce of {format_bytes(message)}, the "
+                "layer's gradients",
+                rows=[
+                    ("reduce-scatter, then all-gather", "2 (N - 1) / N S / W", best_s),
+                    ("whole messages passed on", "(N - 1) S / W", naive_s),
+                ],
+                notes=answer.as_lines(f"The second sends N / 2 = {ranks / 2:g} times as much."),
+            ),
+        ),
+        asides=("On paper: nothing was run. Latency and what collectives take from computing are not in these forms.",),
+    )  # fmt: skip
+
+
+def _bytes_by_plan(question: Question, name: str, when: str, tensor: int) -> float | None:
+    """The bytes that a plan's rank sends of one feed-forward layer; None where ranks cannot share the batch evenly."""
+    data, ranks = {"TP": 1, "FSDP with TP": question.ranks // tensor}.get(name, question.ranks), question.ranks
+    workload, sharding = question.workload, "ddp" if name in ("DP", "TP") else "zero3"
+    if workload.batch_size % data:
+        return None
+    size, shard = workload.batch_size // data, data if sharding == "zero3" else 1
+    layout = Layout(data=data, tensor=ranks // data, sharding=sharding, shard=shard, micro_batch=size)
+    return layer_bytes(workload.model, layout, workload.seq_len, bytes_of(workload, sharding), when == "forward")
 
 
 # Plans beside what others published, and beside stored runs: the difference, whatever it is.

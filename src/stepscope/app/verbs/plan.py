@@ -18,6 +18,7 @@ from stepscope.engine.workload_options import OneWorkload
 if TYPE_CHECKING:
     from stepscope.allocations.planning.answer import Planning
     from stepscope.allocations.planning.search import Plan, Question
+    from stepscope.core.answer import Answer
     from stepscope.core.networks import Network
 
 Device = Annotated[
@@ -58,6 +59,7 @@ Spread = Annotated[
         metavar="SHARE",
     ),
 ]
+Explain = Annotated[bool, Option("Closed forms of one feed-forward layer by DP, FSDP and TP, in place of a search.")]
 Verify = Annotated[bool, Option("Set plans beside what others published, and beside runs (--against).")]
 Against = Annotated[tuple[Path, ...], Option("With --verify: stored runs.", metavar="DIR")]
 
@@ -65,10 +67,11 @@ Against = Annotated[tuple[Path, ...], Option("With --verify: stored runs.", meta
 @verb(
     "plan",
     "stepscope plan --model llama3-70B --ranks 64 --device H100 --seq-len 8192 --batch-size 512",
-    "stepscope plan --model llama3-8B --ranks 8 --seq-len 8192 --batch-size 16 --layout sharding=zero3",
+    "stepscope plan --explain --model cs336-2026-xl --ranks 8 --device B200 --batch-tokens 65536",
     conflicts=(
         Rule("alone", ("--verify", "--against", "--network")),
         Rule("alone", ("--against", "--verify", "--network"), "{} says nothing with --verify: leave it out"),
+        Rule("conflict", ("--explain", "--spread"), "{} say nothing together: closed forms have no simulation"),
         Rule("unread", ("--phase",), "--phase says nothing with plan: a plan is of a training step"),
         Rule(
             "unread", ("--accumulation",),
@@ -93,6 +96,7 @@ def command(
     active_experts: ActiveExperts = 1,
     efficiency: Efficiency,
     spread: Spread,
+    explain: Explain = False,
     verify: Verify = False,
     against: Against = (),
     runs: Path,
@@ -119,6 +123,9 @@ def command(
         fixed=parse_layout(layout) if layout else {},
         checkpointings=checkpointings,
     )
+    if explain:
+        shown.show(_explained(question, device, network, efficiency), save=save)
+        return
     gc.disable()  # a symbolic step makes a million objects, none of them in a cycle
     planning = _planned(question, device, network, {"efficiency": efficiency, "spread": spread})
     gc.enable()
@@ -176,6 +183,23 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
         plan=plan, machine=machine, spec=spec, scaled=scaling(plan, machine),
         sensitive=sensitivity(plan, machine), even=even, uneven=uneven, spread=spread,
     )  # fmt: skip
+
+
+def _explained(question: "Question", device: str, network: str | None, efficiency: float | None) -> "Answer":
+    """Closed forms of a feed-forward layer of the model. Raises InputError for layouts that these are not of."""
+    from stepscope.allocations.planning.answer import answer_closed_forms
+    from stepscope.allocations.planning.times import rates_of
+    from stepscope.allocations.prediction.fit import device_named
+    from stepscope.core.networks import network_for
+
+    if question.model.experts > 1 or set(question.fixed) - {"tensor"}:
+        raise InputError("--explain is of one feed-forward layer, and of --layout it reads tensor=N: leave others out")
+    if question.ranks % int(question.fixed.get("tensor", 1)):
+        raise InputError(f"tensor={question.fixed['tensor']} does not divide --ranks {question.ranks}")
+    spec = device_named(device, otherwise="")
+    joined = _network(network, network_for(spec)) if network else network_for(spec)
+    rates = rates_of(spec, question.workload, efficiency)
+    return answer_closed_forms(question, spec, rates.matmul_flops_per_s, joined)
 
 
 def _network(text: str, usual: "Network") -> "Network":

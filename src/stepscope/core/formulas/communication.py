@@ -22,10 +22,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from stepscope.core.checkpointing import spans_of
 from stepscope.core.formulas.planned_model import PlannedModel, largest_stage, local_keys
 from stepscope.core.formulas.transformer import block_shapes, shapes_outside_blocks
 from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.model_config import ModelConfig
 from stepscope.core.networks import Network
 from stepscope.core.study_results import LatencyAndBandwidth
 
@@ -409,6 +412,103 @@ def _tokens(layout: Layout, seq_len: int) -> int:
 def _multiply_again(layout: Layout, blocks: int) -> int:
     """Of so many blocks those whose matrix products backward runs again, as checkpointing asks for."""
     return sum(span.blocks for span in spans_of(layout.checkpointing, blocks) if span.multiplies_again)
+
+
+# One feed-forward layer on several GPUs, in closed form.
+#
+# W1 and W2 are D x F, W3 is F x D (D = d_model, F = d_ff). B tokens meet them, e bytes are an element, a GPU computes C
+# FLOP a second and sends W bytes a second. A product of (B, D) and (D, F) is 2 B D F FLOPs: three of them in forward,
+# six in backward. A layer is bound by communication where sending takes longer than computing beside it (Austin et al.
+# 2025, How to Scale Your Model, chapter 5; rings: Patarasuk and Yuan 2009; tensor parallelism: Shoeybi et al. 2019,
+# section 3).
+
+
+class LayerPass(NamedTuple):
+    """What one GPU does in the forward or backward of a feed-forward layer, and how many GPUs can share that."""
+
+    layout: str
+    when: str
+    flops: float
+    data_bytes: float
+    """Bytes that it sends of weights and their gradients, among GPUs that share the batch."""
+    tensor_bytes: float
+    """Bytes that it sends of activations, among GPUs that share each matrix."""
+    most: float
+    """GPUs until communication bounds it, where both kinds are sent at once, and at the best ratio; may be infinite."""
+    most_in_turn: float
+    """The same, where one kind is sent after the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedLayer:
+    """A feed-forward layer with gate, and the rates of the GPUs that share it."""
+
+    d_model: int
+    d_ff: int
+    tokens: int
+    element_bytes: int
+    flops_per_s: float
+    bytes_per_s: float
+
+    def passes(self, ranks: int, tensor: int) -> list[LayerPass]:
+        """Forward and backward by DP, FSDP and TP over so many ranks, and by FSDP with TP over `tensor` of them.
+
+        DP all-reduces the gradients of weights. FSDP gathers weights in each pass, and reduces and scatters gradients.
+        TP has columns of W1 and W2 and rows of W3 on each GPU, and all-reduces the output, in backward the gradient of
+        the input. FSDP with TP does both with what the other leaves of a matrix and of a batch.
+        """
+        layouts = (("DP", ranks, 1, 0), ("FSDP", ranks, 1, 1), ("TP", 1, ranks, 0),
+                   ("FSDP with TP", ranks // tensor, tensor, 1))  # fmt: skip
+        return [
+            self._pass(name, when, data, of_tensor, collectives)
+            for name, data, of_tensor, forward in layouts
+            for when, collectives in (("forward", forward), ("backward", 2))
+        ]
+
+    def _pass(self, name: str, when: str, data: int, tensor: int, collectives: int) -> LayerPass:
+        """collectives: of weights or their gradients, each of which sends (data - 1) / data of their bytes."""
+        width, size, computes = self.d_model, self.element_bytes, 1 if when == "forward" else 2
+        flops = computes * 6 * self.tokens * width * self.d_ff / (data * tensor)
+        weights, activations = 3 * width * self.d_ff * size / tensor, self.tokens * width * size / data
+        sends_per_flop = self.bytes_per_s / (size * self.flops_per_s)
+        of_data = computes * 2 * self.tokens * sends_per_flop / collectives if collectives else math.inf
+        of_tensor = computes * 3 * self.d_ff * sends_per_flop
+        most = {"DP": 1 + of_data, "FSDP": 1 + of_data, "TP": 1 + of_tensor}
+        return LayerPass(
+            name, when, flops, collectives * (data - 1) / data * weights, 2 * (tensor - 1) / tensor * activations,
+            most.get(name, (1 + of_data) * (1 + of_tensor)), most.get(name, _most_in_turn(of_data, of_tensor)),
+        )  # fmt: skip
+
+
+def _most_in_turn(of_data: float, of_tensor: float) -> float:
+    """The largest product of 1 + x and 1 + y with x / of_data + y / of_tensor = 1. x and y are GPUs beyond the first on
+    each axis; the two terms are the shares of the time of computing that each kind is sent for."""
+    x = min(of_data, max(0.0, of_data * (1 + of_tensor) / (2 * of_tensor) - 0.5))
+    return (1 + x) * (1 + of_tensor * (1 - x / of_data))
+
+
+def layer_bytes(config: ModelConfig, layout: Layout, seq_len: int, sizes: Bytes, forward: bool) -> float:
+    """Bytes that a rank sends of one feed-forward layer in forward or backward, by what is said above of blocks.
+
+    A layer twice as wide sends as much more of weights; of a block's activations, attention sends half.
+    """
+    once, twice = (
+        PlannedModel(config=msgspec.structs.replace(config, layers=1, d_ff=times * config.d_ff)) for times in (1, 2)
+    )
+    less, more = (
+        sum(one.link_bytes for one in data_transfers(model, layout, sizes) if (one.when == "forward") == forward)
+        for model in (once, twice)
+    )
+    when = "forward" if forward else "backward"
+    of_tensor = tensor_transfers(once, layout, seq_len, sizes, 1)
+    return more - less + sum(one.link_bytes for one in of_tensor if one.when == when and not one.overlaps) / 2
+
+
+def ring_all_reduces_s(message_bytes: float, ranks: int, bytes_per_s: float) -> tuple[float, float]:
+    """Seconds of two rings that all-reduce: reduce-scatter, then all-gather, 2 (N - 1) / N S / W; and each rank passing
+    on whole what it received and adding it up, (N - 1) S / W, which sends N / 2 times as much."""
+    once = message_bytes / bytes_per_s
+    return named_kind("all-reduce").factor(ranks) * once, (ranks - 1) * once
 
 
 # Latency and bandwidth of a link, fitted to times over sizes: t(S) = alpha + S / beta (Hockney 1994).
