@@ -1,6 +1,8 @@
-"""docs/notebook.ipynb, executed again: ten lines that measure, trace and explain a module."""
+"""The notebooks of docs/, executed: ten lines that measure, trace and explain a module, and the course's."""
 
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,11 @@ nbformat: Any = pytest.importorskip("nbformat", reason="needs nbclient: pip inst
 nbclient: Any = pytest.importorskip("nbclient", reason="needs nbclient: pip install 'stepscope[dev]'")
 pytest.importorskip("ipykernel", reason="needs ipykernel: pip install 'stepscope[dev]'")
 
-NOTEBOOK = Path(__file__).parents[3] / "docs" / "notebook.ipynb"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
-def read() -> Any:
-    return nbformat.read(NOTEBOOK, as_version=4)
+def read(name: str) -> Any:
+    return nbformat.read(DOCS / name, as_version=4)
 
 
 def run(notebook: Any, folder: Path) -> list[Any]:
@@ -39,7 +41,7 @@ def heads(page: str) -> list[str]:
 
 @pytest.mark.long
 def test_ten_lines_measure_trace_and_explain_a_module(tmp_path: Path):
-    notebook = read()
+    notebook = read("notebook.ipynb")
     stored = results([cell for cell in notebook.cells if cell.cell_type == "code"])
     cells = run(notebook, tmp_path)
     assert sum(bool(line.strip()) for cell in cells for line in cell.source.splitlines()) == 10
@@ -58,9 +60,27 @@ def test_ten_lines_measure_trace_and_explain_a_module(tmp_path: Path):
     assert {file.name for file in directory.iterdir()} >= {"run.json", "trace.kineto.json.gz", "memory.pickle.gz"}
 
 
+@pytest.mark.long
+def test_the_course_runs_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    notebook = read("assignment.ipynb")
+    assert not any(cell.outputs for cell in notebook.cells if cell.cell_type == "code")
+    cells = run(notebook, tmp_path)
+    predicted, answer, by_family, by_category, compared = (data["text/html"] for data in results(cells))
+    assert "It fits into" in predicted and "Tesla T4" in predicted
+    assert "tiny: 3,609,728 parameters" in answer and ">backward<" in answer
+    assert ">matrix multiplication<" in by_family
+    assert ">parameters<" in by_category and ">optimizer state<" in by_category
+    assert "fp32" in compared and "bf16" in compared
+    said = "".join(output.text for cell in cells for output in cell.outputs if output.output_type == "stream")
+    assert "In fp16, in turn, it comes to 9.953125" in said
+    assert "questions answered" in said and (tmp_path / "writeup.html").is_file()
+
+
 def test_records_from_anywhere_show_themselves_in_a_notebook(tmp_path: Path):
     """A Run that was read by `load_run`, an Answer and a Table as core has them, once stepscope shows something."""
-    place = NOTEBOOK.parents[1] / "results" / "cpu" / "first"
+    place = DOCS.parent / "results" / "cpu" / "first"
     sources = (
         f"import stepscope\nfound = stepscope.show({str(place)!r})\nfound.run",
         "from stepscope.runs.answer import answer_run\nanswer_run(found.run)",

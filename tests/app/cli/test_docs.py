@@ -10,6 +10,7 @@ import contextlib
 import doctest
 import functools
 import io
+import json
 import os
 import re
 import shlex
@@ -192,12 +193,20 @@ def commands_named(text: str) -> list[list[str]]:
     return [shlex.split(each, comments=True) for each in found if re.match(r"stepscope [a-z]", each)]
 
 
+def text_of(document: Path) -> str:
+    """The text of a document; of a notebook its cells of code as blocks, without what stands before a shell's line."""
+    if document.suffix != ".ipynb":
+        return document.read_text()
+    cells = [cell for cell in json.loads(document.read_text())["cells"] if cell["cell_type"] == "code"]
+    return "".join(f"```\n{''.join(cell['source']).removeprefix('!')}\n```\n" for cell in cells)
+
+
 COMMAND: Any = typer.main.get_command(app)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *sorted((ROOT / "docs").glob("*.ipynb"))], ids=name_of)
 def test_commands_named_are_commands_that_there_are(document: Path):
-    for words in commands_named(document.read_text()):
+    for words in commands_named(text_of(document)):
         verb = COMMAND
         for word in words[1:3]:
             verb = (verb.get_command(None, word) if hasattr(verb, "get_command") else None) or verb

@@ -40,7 +40,7 @@ NOT_HERE = {
     "make test": "it runs these tests",
     "pip install": "`make` installs so",
     "stepscope compare main HEAD": "it measures a script at two commits: tests/engine/test_commits.py does",
-    "stepscope --install-completion": "it changes the shell's own files",
+    "stepscope writeup --run": "it measures for a quarter of an hour: tests/rendering/writeup does, with little",
     "python benchmarks/flash_tune.py": "" if torch.cuda.is_available() else "it needs a GPU",
     "stepscope study allocator": "" if torch.cuda.is_available() else "it needs a GPU",
 }
