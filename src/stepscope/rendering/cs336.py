@@ -617,7 +617,7 @@ ASSIGNMENT = Assignment(
             Question("memory-e", "What do parameters, gradients, optimizer and activations add up to?", _STEPS,
                      arithmetic_of_peak),
             Question("memory-f", "Why do the largest models run out of memory, in which phase, and what would help?",
-                     _STEPS, why_out),
+                     _STEPS, why_out, "out"),
         ),
         "Attention": (
             Question("attention-a", "What do forward and backward of plain attention take by sequence length and "

@@ -17,20 +17,21 @@ from typing import Any, Literal
 
 import msgspec
 
+from stepscope.allocations.prediction.answer import answer_fit
 from stepscope.allocations.prediction.estimate import estimate_quickly
-from stepscope.allocations.prediction.fit import Budget, will_fit
+from stepscope.allocations.prediction.fit import Budget, fit, will_fit
 from stepscope.core.answer import Answer, Cell, Finding, Line, Table, decode_answer, table_of, text
 from stepscope.core.attention_call import decode_timings
 from stepscope.core.errors import InputError, choose, one_line, printable
 from stepscope.core.figures import doubting_kinds
 from stepscope.core.files import read_named
-from stepscope.core.formulas.spelled import cell_name
+from stepscope.core.formulas.spelled import cell_name, parameters_of
 from stepscope.core.formulas.transformer import phase_work, step_flops
 from stepscope.core.model_config import configure
 from stepscope.core.range_names import FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, find_run_files, load_run, write_atomically
-from stepscope.core.units import GIB, counted, format_bytes, format_share
+from stepscope.core.units import GIB, counted, format_bytes, format_rate, format_share
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.attention_answer import answer_attention
 from stepscope.questions.compare import side_named
@@ -451,8 +452,9 @@ class Question:
     asks: str
     measure: Measure
     source: Source
-    predicts: Literal["", "times", "memory"] = ""
-    """What is predicted of the cells that it asks for and that were not measured; empty: another question says it."""
+    predicts: Literal["", "times", "memory", "out"] = ""
+    """What is predicted of the cells that it asks for and that were not measured: times and peaks, peaks, or why the
+    smallest that does not fit runs out of memory; empty: another question says it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -493,47 +495,75 @@ def predicted_cells(question: Question, runs: Sequence[Run], machine: Machine) -
         if run.status == "out-of-memory" or (run.status == "done" and run.artifacts.keys() >= {*recorded})
     }
     asked = [cell for group in measure.groups(machine.takes(measure.words("full"))) for cell in group.cells]
-    lacking = [cell for cell in asked if cell not in ended]
+    lacking = sorted(
+        (cell for cell in asked if cell not in ended), key=lambda cell: (parameters_of(cell), cell.seq_len)
+    )
     if not lacking:
         return ()
+    if question.predicts == "out":
+        return _why_out(lacking, machine)
     if not question.predicts:
-        cells = f"{len(lacking)} of the {counted(len(asked), 'cell')} that are asked for"
-        return (text(f"Not measured on this machine: {cells} ({listed(map(cell_name, lacking))})."),)
-    phases = {"memory": ()}.get(question.predicts, tuple(phase_work(max(lacking, key=step_flops), "full")))
-    scalings = {
-        (cell.dtype, phase): scaling_of(runs, machine.name, cell, phase) for cell in lacking for phase in phases
-    }
+        if len(lacking) == len(asked):
+            return (text(f"Not measured here: {_counted(asked)}. What smaller models say stands above."),)
+        return (text(f"Not measured here: {_counted(lacking)} of {len(asked)} that are asked for."),)
+    phases = () if question.predicts == "memory" else tuple(phase_work(lacking[-1], "full"))
+    kinds = [(cell, phase) for cell in {cell.dtype: cell for cell in lacking}.values() for phase in phases]
+    scalings = {(cell.dtype, phase): scaling_of(runs, machine.name, cell, phase) for cell, phase in kinds}
     rows: list[tuple[Cell, ...]] = []
     for cell in lacking:
         peak = estimate_quickly(cell).peak_bytes
         times = [scalings[cell.dtype, phase].seconds(cell) if phase in phase_work(cell) else None for phase in phases]
         why = f"needs {format_bytes(peak)} of {format_bytes(machine.memory.usable_bytes)}"
-        if machine.on_gpu and will_fit(cell, machine.memory):
-            why = "not measured for time, or not yet"
-        elif not machine.on_gpu:
-            why = "too slow here, or larger than memory" if phases else "a CPU counts no peak"
-        rows.append((cell_name(cell), peak / GIB, *(seconds and seconds * 1e3 for seconds in times), why))
-    columns = (("cell", ""), ("peak GiB", ".2f"), *((f"{phase} ms", ".4g") for phase in phases), ("why", ""))
+        if measure.of_memory and not machine.on_gpu:
+            why = "a CPU counts no peak"
+        elif will_fit(cell, machine.memory):
+            why = "left out for time, or not measured yet"
+        rows.append((cell_name(cell), peak / GIB, *times, why))
+    columns = (("cell", ""), ("peak GiB", ".2f"), *((f"{phase} ms", "ms of s") for phase in phases), ("why", ""))
     notes = [Line("Predicted; nothing in this table was measured.", "strong")]
     notes.append(Line("Peaks: PyTorch's allocator on a GPU, played through over the step's tensors (stepscope fit)."))
-    notes += [Line(_said_of(scaling, dtype)) for (dtype, _), scaling in scalings.items()]
+    notes += [Line(_said_of(scaling, dtype, lacking)) for (dtype, _), scaling in scalings.items()]
     notes += [Line(f"Memory here: {machine.memory.said}.")] if machine.on_gpu else []
     return (table_of(*columns, title="Asked for and not measured here: predicted", rows=rows, notes=tuple(notes)),)
 
 
-def _said_of(scaling: Scaling, dtype: str) -> str:
-    """From which cells the times of a phase are scaled, and how well the same scaling meets those."""
+def _why_out(lacking: Sequence[TextbookWorkload], machine: Machine) -> tuple[Table, ...]:
+    """The arithmetic of the smallest of these cells that does not fit; none where all do."""
+    large = [cell for cell in lacking if not will_fit(cell, machine.memory)]
+    if not large:
+        return ()
+    cell = min(large, key=lambda cell: estimate_quickly(cell).peak_bytes)
+    first, *others = (table for table in answer_fit(fit(cell, machine.memory)).tables if table.rows)
+    said = f"Predicted by arithmetic for {cell_name(cell)}, the smallest that does not fit; it was not measured."
+    return msgspec.structs.replace(first, notes=(Line(said, "strong"), *first.notes)), *others
+
+
+def _counted(cells: Sequence[TextbookWorkload]) -> str:
+    """How many cells, and the names of the first."""
+    return f"{counted(len(cells), 'cell')} ({listed(map(cell_name, cells))})"
+
+
+def _said_of(scaling: Scaling, dtype: str, lacking: Sequence[TextbookWorkload]) -> str:
+    """From which cells the times of a phase are scaled, how far, and how well the same scaling meets those."""
     name = f"{scaling.phase} in {dtype}"
     if not scaling.cells:
-        return f"Times of {name}: none was measured, so none is scaled."
-    small, large = (cell_name(edge(scaling.cells, key=lambda each: step_flops(each[0]))[0]) for edge in (min, max))
-    errors = scaling.errors
-    terms = "its bytes" if scaling.phase == OPTIMIZER else "FLOPs, scores and activations"
-    said = f"Times of {name}: by {terms} from {counted(len(scaling.cells), 'measured cell')} ({small} to {large})"
-    if not errors:
+        return f"Times of {name}: none was measured here, so none is scaled."
+    small, large = (edge(scaling.cells, key=lambda each: step_flops(each[0]))[0] for edge in (min, max))
+    terms = "its bytes" if scaling.phase == OPTIMIZER else "FLOPs, activations and scores"
+    terms += f" (products at most at the measured {format_rate(scaling.ceiling, 'FLOP/s')})" if scaling.ceiling else ""
+    measured = counted(len(scaling.cells), "measured cell")
+    said = f"Times of {name}: by {terms} from {measured} ({cell_name(small)} to {cell_name(large)})"
+    reach = max(map(step_flops, lacking)) / step_flops(large)
+    if reach > _FAR:
+        said += f", up to {reach:.0f} times the FLOPs of the largest"
+    if not (errors := scaling.errors):
         return f"{said}; too few to say how far off that is."
     middle, most = format_share(statistics.median(errors)), format_share(max(errors))
     return f"{said}; predicted so from the others, each of these is off by {middle} in the middle, {most} at most."
+
+
+_FAR = 2
+"""Beyond so many times what was measured, a sentence says how far a prediction reaches."""
 
 
 # The questions of an assignment, each with its Answer or with the reason why there is none.
@@ -636,9 +666,9 @@ def write_up(
             answer = None
         measured = answer is not None
         more = predicted_cells(question, runs, machine) if machine is not None else ()
-        if answer is not None:
+        if answer is not None and question.predicts != "out":
             answer = msgspec.structs.replace(answer, tables=(*answer.tables, *more))
-        elif any(table.rows for table in more):
+        elif answer is None and any(table.rows for table in more):
             answer = Answer(study="writeup", question="", tables=more)
         answered.append(Answered(question=question, answer=answer, measured=measured, why=why))
         begun(answered[-1])

@@ -16,7 +16,7 @@ from stepscope.core.evidence import Communication, RankFigures
 from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.formulas.transformer import phase_work
 from stepscope.core.precisions import PRECISIONS
-from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP, TIMED
+from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP, TIMED
 from stepscope.core.run import Run
 from stepscope.core.run_directory import check_is_ours, write_atomically
 from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples
@@ -530,34 +530,38 @@ def write_metrics(runs: Sequence[Run], file: Path) -> None:
 
 
 def _terms(workload: TextbookWorkload, phase: str) -> tuple[float, ...]:
-    """What the time of a phase grows with: FLOPs of products, elements of scores, and of activations, since kernels of
+    """What the time of a phase grows with: FLOPs of products, elements of activations, and of scores, since kernels of
     products wait for arithmetic and the others for memory; the optimizer's with its bytes alone."""
     work = phase_work(workload, "full")[phase]
     if not work.flops:
         return (float((work.bytes_read or 0) + (work.bytes_written or 0)),)
     model = workload.model
     scores = workload.batch_size * model.heads * workload.seq_len**2 * model.layers
-    return float(work.flops), float(scores), float(workload.tokens * model.d_model * model.layers)
+    return float(work.flops), float(workload.tokens * model.d_model * model.layers), float(scores)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """The times of a phase of measured cells, and what they say of cells that were not measured."""
+    """The times of a phase of measured cells, and what they say of cells that were not measured: a roofline, whose
+    products run no faster than the device's measured ceiling. What a cell takes beyond grows with its terms."""
 
     cells: tuple[tuple[TextbookWorkload, float], ...]
     """Each measured cell, and its median in seconds."""
     phase: str
+    ceiling: float | None = None
+    """The measured rate of matrix products in FLOP/s; None where it is not known, and for the optimizer."""
 
     def seconds(self, workload: TextbookWorkload, without: TextbookWorkload | None = None) -> float | None:
-        """The time of a cell: seconds for each FLOP, score and activation, none below zero, with which the measured
-        cells but for one are met best, by the squares of their relative errors."""
+        """The time of a cell: its FLOPs at the ceiling, and seconds for each of its terms, none below zero, with which
+        the measured cells but for one are met best, by the squares of their relative errors. None without any."""
         rows = [
-            ([term / seconds for term in _terms(cell, self.phase)], 1.0)
+            ([term / seconds for term in _terms(cell, self.phase)], 1 - self._least(cell) / seconds)
             for cell, seconds in self.cells
             if cell != without
         ]
-        weights = least_squares(rows)
-        return sum(map(operator.mul, weights, _terms(workload, self.phase))) if weights else None
+        if not rows:
+            return None
+        return self._least(workload) + sum(map(operator.mul, least_squares(rows), _terms(workload, self.phase)))
 
     @property
     def errors(self) -> list[float]:
@@ -565,12 +569,15 @@ class Scaling:
         predicted = [(self.seconds(cell, cell), seconds) for cell, seconds in self.cells]
         return [abs(guess / seconds - 1) for guess, seconds in predicted if guess is not None]
 
+    def _least(self, workload: TextbookWorkload) -> float:
+        return _terms(workload, self.phase)[0] / self.ceiling if self.ceiling else 0.0
+
 
 def least_squares(rows: Sequence[tuple[Sequence[float], float]]) -> tuple[float, ...]:
-    """Factors, none below zero, with which the sums of each row's terms are nearest to its target; empty where no rows
-    say it. A few terms: every choice of those that are not zero is tried."""
-    best: tuple[float, tuple[float, ...]] = (math.inf, ())
-    terms = len(rows[0][0]) if rows else 0
+    """Factors, none below zero, with which the sums of each row's terms are nearest to its target. A few terms: every
+    choice of those that are not zero is tried."""
+    terms = len(rows[0][0])
+    best = sum(target**2 for _, target in rows), (0.0,) * terms
     for count in range(1, min(terms, len(rows)) + 1):
         for chosen in itertools.combinations(range(terms), count):
             factors = _solved(
@@ -605,6 +612,7 @@ def scaling_of(runs: Iterable[Run], device: str, like: TextbookWorkload, phase: 
     """The measured times of this phase of plain steps with a dtype, on this device; of several runs of a cell the
     last."""
     cells: dict[TextbookWorkload, float] = {}
+    ceiling: float | None = None
     for run in sorted(runs, key=lambda run: run.instant):
         workload, where = run.workload, run.environment
         if run.status != "done" or workload.sizes is None or where is None or where.device_name != device:
@@ -615,5 +623,7 @@ def scaling_of(runs: Iterable[Run], device: str, like: TextbookWorkload, phase: 
         )  # fmt: skip
         samples = samples_of(run, phase)
         if workload == plain and samples is not None and samples.median_s:
+            known = run.ceilings.matmul_for(like.dtype) if run.ceilings is not None and phase != OPTIMIZER else None
+            ceiling = max(filter(None, (ceiling, known and known.rate)), default=None)
             cells[msgspec.structs.replace(workload, phase="train", optimizer="adamw-foreach")] = samples.median_s
-    return Scaling(tuple(cells.items()), phase)
+    return Scaling(tuple(cells.items()), phase, ceiling)

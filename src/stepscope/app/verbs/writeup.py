@@ -16,6 +16,7 @@ import msgspec
 
 from stepscope.app.cli.output import emit
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose, warn
+from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.options import BUDGET, MEASURING, OUTPUT, Argument, Option, Rule, verb
 from stepscope.core.run import REPEATED
 from stepscope.core.units import GIB, counted, format_bytes, format_rate, parse_bytes
@@ -348,7 +349,7 @@ def _after(flag: str, words: Sequence[str]) -> str:
 def _named(groups: "Sequence[Group]") -> str:
     """Cells by what tells them from others: each model with the first of its others, and how many more."""
     by_model: dict[str, list[str]] = {}
-    for group in groups:
+    for group in sorted(groups, key=lambda group: parameters_of(group.cells[0]) or 0):
         chosen = dict(group.chosen)
         by_model.setdefault(chosen.pop("model"), []).append("-".join(chosen.values()))
     listed: list[str] = []
@@ -467,6 +468,6 @@ def _said(document: "WriteUp", target: "Target", *, run: bool, failed: Sequence[
     emit(f"{target.file}: {document.count} of {counted(len(document.answered), 'question')} answered\n")
     if failed:
         warn(f"not measured: {', '.join(dict.fromkeys(failed))}")
-    elif document.missing(target.store) and not run:
+    elif not run and any(one.answer is None for one in document.answered):
         warn("the document names a command for each question without data; --run measures them all")
     return EXIT_DONE
