@@ -546,15 +546,15 @@ _TIMES = table(
     widest=True,
 )
 _PEAKS = table("model,seq_len", "phase", "peak_memory", where={"dtype": "fp32", **_PHASES}, timed=False)
-_PEAKS_BY_DTYPE = table(
-    "model,seq_len,phase",
-    "dtype",
-    "peak_memory",
-    speedup="fp32",
-    where={"dtype": "fp32,bf16", **_PHASES},
-    says=what_bits_change,
-    timed=False,
-)
+
+
+def _peaks_beside(dtype: str) -> Source:
+    return table(
+        "model,seq_len,phase", "dtype", "peak_memory", speedup="fp32", where={"dtype": f"fp32,{dtype}", **_PHASES}
+    )
+
+
+_PEAKS_BY_DTYPE, _PEAKS_BY_FP16 = _peaks_beside("bf16"), _peaks_beside("fp16")
 _BY_ATTENTION = beside(StepCell, answer_steps, "attention", "reference", phase="train", compile="eager")
 _COMPILED = beside(CompileCell, lambda cells: answer_compile(compiled_pairs(cells)), "compile", "eager")
 _SENDING = parallel(ranks.DATA_PARALLEL, ranks.STRONG, ranks.PHASES, ranks.COMMUNICATION)
@@ -611,7 +611,8 @@ ASSIGNMENT = Assignment(
                      recorded_memory, "memory"),
             Question("memory-b", "What is the peak by context length, of forward alone and of the full step?", _MEMORY,
                      _PEAKS, "memory"),
-            Question("memory-c", "Does mixed precision change the peak?", _MEMORY, _PEAKS_BY_DTYPE, "memory"),
+            Question("memory-c", "Does mixed precision change the peak?", _MEMORY,
+                     lambda material: _PEAKS_BY_DTYPE(material) or _PEAKS_BY_FP16(material), "memory"),
             Question("memory-d", "How large are the tensors that a step keeps for backward, among them those of the "
                      "residual stream?", _STEPS, kept_tensors),
             Question("memory-e", "What do parameters, gradients, optimizer and activations add up to?", _STEPS,

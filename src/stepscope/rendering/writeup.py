@@ -492,7 +492,8 @@ def predicted_cells(question: Question, runs: Sequence[Run], machine: Machine) -
     ended = {
         run.workload
         for run in runs
-        if run.status == "out-of-memory" or (run.status == "done" and run.artifacts.keys() >= {*recorded})
+        if run.workload.sizes is not None
+        and (run.status == "out-of-memory" or (run.status == "done" and run.artifacts.keys() >= {*recorded}))
     }
     asked = [cell for group in measure.groups(machine.takes(measure.words("full"))) for cell in group.cells]
     lacking = sorted(

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.allocations.prediction.fit import budget_of_memory
@@ -14,7 +15,7 @@ from stepscope.app.verbs.writeup import choose_cells, plan_text, within
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import find_run_files, load_run, load_runs
 from stepscope.core.units import GIB
-from stepscope.core.workloads import TextbookWorkload
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel
 from stepscope.rendering.writeup import Machine, Material, Target, assignment_named, write_up
 from stepscope.runs.metrics import Scaling, least_squares, scaling_of
 from tests.conftest import make_run
@@ -227,3 +228,17 @@ def test_a_stop_leaves_a_document_and_the_same_command_goes_on(tmp_path: Path):
     assert again.returncode == 0, again.stderr
     assert first.items() <= done().items() and len(done()) == 3, "nothing is measured twice"
     assert not (tmp_path / "writeup_data/steps.unfinished").exists()
+
+
+def test_runs_of_another_s_model_are_no_cells(tmp_path: Path):
+    """They lie in a folder that somebody gave, and have arguments, sizes that no formula knows, and no hash."""
+    theirs = FactoryWorkload(factory="mine.py:make", model=UserModel(name="net"), arguments={"width": 64})
+    material = Material(
+        runs=(
+            (msgspec.structs.replace(make_run(TextbookWorkload(model=configure("tiny"))), workload=theirs), tmp_path),
+        )
+    )
+    found = write_up(CS336, material, machine(11))
+    times = next(one for one in found.answered if one.question.id == "benchmarking-b")
+    assert not times.measured and times.answer is not None and len(times.answer.tables[0].rows) == 20
+    assert not choose_cells(MEASURES["step-time"], machine(11), [run for run, _ in material.runs]).done

@@ -246,7 +246,8 @@ def choose_cells(measure: "Measure", machine: "Machine", there: "Iterable[Stored
         fitting += _smaller(measure, full, machine)
     if not fitting and machine.on_gpu:
         return replace(instead, first=(small,), first_s=measure.small_s, too_large=too_large)
-    ended = {run.workload for run in there if is_sweep and run.status not in (*REPEATED, "skipped")}
+    known = [run for run in there if is_sweep and run.workload.sizes is not None]
+    ended = {run.workload for run in known if run.status not in (*REPEATED, "skipped")}
     waiting = [group for group in fitting if not ended.issuperset(group.cells)]
     seconds = {id(group): _group_seconds(measure, group, machine) for group in waiting}
     slow = [group for group in waiting if not machine.on_gpu and seconds[id(group)] > LONGEST_ON_CPU_S]
