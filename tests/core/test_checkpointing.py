@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from stepscope.core.checkpointing import (
     Span,
+    every_choice,
     group_of,
     grouped,
     keeping,
     mixtures,
+    nested_parts,
     of_fewer_layers,
     offload_of,
     selective_of,
@@ -51,6 +53,25 @@ def test_the_last_blocks_of_a_mixture_keep_more():
     assert [selective_of(one) for one in ("selective-12", "selective-0", "selective", "every-2", None)] == [
         12, None, None, None, None,
     ]  # fmt: skip
+
+
+def test_calls_that_hold_calls_by_hand():
+    """Halves of 8 blocks: 2 calls of 4, of 2, of 1 run 2 x (2 + 2 x 1 + 4) blocks again; a chain of N runs 1, and for
+    each of the others all before it and itself."""
+    assert [*map(list, nested_parts(range(7), 3))] == [[0, 1, 2], [3, 4], [5, 6]]
+    assert nested_parts("abc", 1) == ["ab", "c"] and nested_parts("a", 1) == nested_parts("a", 2) == ["a"]
+    assert Span("nested-2", 8).runs_again == (2 * (2 + 2 * 1 + 4), 8)
+    assert Span("nested-1", 5).runs_again == (1 + sum(range(1, 5)), 5)
+    assert Span("nested-4", 4).runs_again == Span("every-1", 4).runs_again == (4, 4)
+    (span,) = spans_of("nested-2", 8)
+    assert (span.group, span.groups, span.attends_again) == (8, 1, True)
+
+
+def test_all_choices_have_each_number_of_groups_once():
+    assert every_choice(6, kept=False) == (
+        "none", "selective", "every-1", "every-2", "every-3", "every-6", "nested-1", "nested-2", "nested-3",
+    )  # fmt: skip
+    assert every_choice(1, kept=True) == ("none", "selective", "attention", "every-1", "nested-1")
 
 
 def test_blocks_that_offload_lie_evenly_between_the_others():

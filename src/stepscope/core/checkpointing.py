@@ -19,8 +19,8 @@ BLOCKS_ON_THE_WAY = 2
 copies then, so that no more of it is there, however slow the link is."""
 
 CHECKPOINTING_CHOICES = (
-    "none, selective, selective-K for any K below the number of layers, attention, every-1, and offload-K or every-K "
-    "for any K up to the number of layers"
+    "none, selective, selective-K for any K below the number of layers, attention, every-1, and offload-K, every-K or "
+    "nested-K for any K up to the number of layers"
 )
 """What `checkpointing` may say. none: autograd keeps what it needs. every-K: blocks in groups of K (the last may be
 shorter); a group keeps its input alone, and backward runs the whole group again. selective: every block keeps the
@@ -29,7 +29,9 @@ keeps the outputs of fused attention alone, which for long sequences are dear to
 the last K blocks keep what `selective` keeps, and those before them what `attention` does. The last are the first that
 backward frees, so that what they keep is gone before most gradients are there. offload-K: every block keeps what
 `selective` keeps, and K of them in the host's memory. These lie evenly between the others, so that the copies have the
-time of all blocks."""
+time of all blocks. nested-K: the blocks run as K calls of equal parts, each of which runs its own blocks as K calls,
+down to one block; nested-1: as a call of all but the last block, and one of the last. A call has its input from when
+what it is part of runs again until it does so itself: of halves one input for each level is there, of nested-1 two."""
 
 
 T = TypeVar("T")
@@ -45,7 +47,21 @@ class Span(NamedTuple):
     @property
     def group(self) -> int:
         """How many consecutive blocks run again as one."""
-        return group_of(self.checkpointing) or 1
+        return self.blocks if self.calls else group_of(self.checkpointing) or 1
+
+    @property
+    def calls(self) -> int | None:
+        """K of `nested-K`; None where no call holds others."""
+        return nested_of(self.checkpointing)
+
+    @property
+    def runs_again(self) -> tuple[int, int]:
+        """How many runs of a block backward makes of blocks that run again whole, and how many of these end before the
+        block's last product, whose output nothing needs."""
+        if self.calls is None:
+            return self.blocks, self.groups
+        parts = nested_parts(range(self.blocks), self.calls)
+        return sum(_runs_of_call(len(part), self.calls) for part in parts), self.blocks
 
     @property
     def groups(self) -> int:
@@ -70,7 +86,25 @@ class Span(NamedTuple):
     @property
     def attends_again(self) -> bool:
         """Whether backward runs attention again."""
-        return group_of(self.checkpointing) is not None
+        return group_of(self.checkpointing) is not None or self.calls is not None
+
+
+def nested_parts(blocks: Sequence[T], calls: int) -> list[Sequence[T]]:
+    """The blocks of each call by which `nested-K` runs blocks: K parts as equal as they can be, the first the longer
+    ones; with a K of 1 all but the last block, and the last."""
+    count, parts = len(blocks), min(calls, len(blocks))
+    if calls == 1:
+        return [blocks[: count - 1], blocks[count - 1 :]] if count > 1 else [blocks]
+    ends = [-(-count * number // parts) for number in range(parts + 1)]
+    return [blocks[first:end] for first, end in itertools.pairwise(ends)]
+
+
+def _runs_of_call(blocks: int, calls: int) -> int:
+    """Runs of a block that the backward of one call makes. It runs again up to the input of its last part."""
+    if blocks == 1:
+        return 1
+    sizes = [len(part) for part in nested_parts(range(blocks), calls)]
+    return sum(sizes[:-1]) + sum(_runs_of_call(size, calls) for size in sizes)
 
 
 def spans_of(checkpointing: str, layers: int) -> tuple[Span, ...]:
@@ -100,8 +134,10 @@ def _number(word: str, checkpointing: object) -> int | None:
     return int(written[1]) if written else None
 
 
-group_of, selective_of, offload_of = (partial(_number, word) for word in ("every", "selective", OFFLOAD))
-"""Functions that return K of `every-K`, of `selective-K` and of `offload-K`, or None."""
+group_of, selective_of, offload_of, nested_of = (
+    partial(_number, word) for word in ("every", "selective", OFFLOAD, "nested")
+)
+"""Functions that return K of `every-K`, of `selective-K`, of `offload-K` and of `nested-K`, or None."""
 
 
 def mixtures(layers: int) -> tuple[str, ...]:
@@ -115,6 +151,19 @@ def keeping(last: int, layers: int) -> str:
     """The choice by which the last blocks, so many of `layers`, keep what `selective` does, and the others what
     `attention` does."""
     return {0: "attention", layers: "selective"}.get(last, f"selective-{last}")
+
+
+def every_choice(layers: int, *, kept: bool, nests: bool = True) -> tuple[str, ...]:
+    """The choices that a table of all of them has: of the sizes that make as many groups the smallest alone, and few
+    kinds of nesting. kept: whether the attention returns what `attention` keeps. nests: whether calls may be nested."""
+    groups = {-(-layers // size): size for size in range(layers, 0, -1)}
+    return (
+        "none",
+        "selective",
+        *(("attention",) if kept else ()),
+        *(f"every-{size}" for size in sorted(groups.values())),
+        *(f"nested-{calls}" for calls in range(1, min(layers, 3) + 1) if nests),
+    )
 
 
 def most_that_fit(low: int, high: int, fits: Callable[[int], bool]) -> int:

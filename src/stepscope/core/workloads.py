@@ -19,6 +19,7 @@ from stepscope.core.checkpointing import (
     OFFLOAD,
     Span,
     group_of,
+    nested_of,
     offload_of,
     selective_of,
     spans_of,
@@ -419,8 +420,8 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
 
     def _check_checkpointing(self) -> None:
         group, last, layers = group_of(self.checkpointing), selective_of(self.checkpointing), self.model.layers
-        offloaded = offload_of(self.checkpointing)
-        if self.checkpointing not in ("none", *KEEPING) and group is last is offloaded is None:
+        offloaded, calls = offload_of(self.checkpointing), nested_of(self.checkpointing)
+        if self.checkpointing not in ("none", *KEEPING) and group is last is offloaded is calls is None:
             raise InputError(f"unknown checkpointing {self.checkpointing!r}: choose {CHECKPOINTING_CHOICES}")
         if self.phase == "forward":
             return
@@ -430,7 +431,8 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"{self.attention} is no such operator: choose --attention "
                 f"{', '.join(filter(is_kept, attention_names()))}, or --checkpointing selective or every-1"
             )
-        for word, blocks, does in (("every", group, "groups"), (OFFLOAD, offloaded, "offloads")):
+        of_blocks = (("every", group, "groups"), (OFFLOAD, offloaded, "offloads"), ("nested", calls, "divides"))
+        for word, blocks, does in of_blocks:
             if blocks is not None and blocks > layers:
                 raise InputError(
                     f"checkpointing {self.checkpointing} {does} more blocks than {self.model.name} has: "
@@ -442,7 +444,12 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"checkpointing {self.checkpointing} leaves no block of {self.model.name} that keeps less, which has "
                 f"{layers}: choose {fewer}selective"
             )
-        if offloaded is not None and not self.one_by_one:
+        if calls is not None and self.parallel != NOT_PARALLEL:
+            raise InputError(
+                f"checkpointing {self.checkpointing} is for a step that one process runs: leave out --parallel "
+                f"{self.parallel}, or choose --checkpointing every-1"
+            )
+        if (offloaded or calls) and not self.one_by_one:
             raise InputError(
                 f"checkpointing {self.checkpointing} needs operators that run one by one: choose --compile eager and "
                 "--graph none, or --checkpointing selective"

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 
-from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING
+from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING, every_choice
 from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.model_config import (
@@ -42,8 +42,10 @@ from stepscope.core.parts import (
     MODULE_PARTS,
     PART_WORDS,
     PARTS,
+    REFERENCE,
     attention_names,
     check_modules,
+    is_kept,
     named_kernels,
     own_kernels,
 )
@@ -120,8 +122,9 @@ OPTIONS = (
     Option("", WORKLOAD, "optimizer", str, choices=OPTIMIZERS),
     Option("The bound on the gradients' global norm, as in 1.0, to which they are scaled down; none leaves them.",
            WORKLOAD, "clip", norm_bound, metavar="NORM"),
-    Option(f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}.", WORKLOAD, "checkpointing", str,
-           complete=completed("none", *KEEPING, "selective-4", "offload-4", "every-1", "every-2", "every-4")),
+    Option(f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}. Where several may be given, all is "
+           "a row for each, but for offload and selective-K.", WORKLOAD, "checkpointing", str,
+           complete=completed("none", *KEEPING, "selective-4", "offload-4", "every-1", "every-4", "nested-2")),
     Option("Micro-batches that a step is split into.", WORKLOAD, "accumulation", int),
     Option("Seed of parameters and data.", WORKLOAD, "seed", int, 0, verbs=_SEEDED),
     Option("A model of your own, as package.module:factory or path/file.py:factory, run with your rights. factory() "
@@ -230,11 +233,21 @@ class ManyWorkloads:
             for preset in presets
             for combination in itertools.product(*sizes.values())
         ]
-        combined = [
-            w for name in kernels for w in grid(model=models, **_with_parts({**chosen, "kernels": name}, several=True))
-        ]
+        combined: list[TextbookWorkload] = []
+        for name, model in itertools.product(kernels, models):
+            of_model = {**chosen, "kernels": name}
+            if _ALL in chosen.get("checkpointing", ()):
+                kept = all(map(is_kept, chosen.get("attention", (REFERENCE,))))
+                usual = {"compile": "eager", "graph": "none", "parallel": NOT_PARALLEL}
+                nests = all({*chosen.get(field, (value,))} == {value} for field, value in usual.items())
+                others = (word for word in chosen["checkpointing"] if word != _ALL)
+                of_model["checkpointing"] = (*others, *every_choice(model.layers, kept=kept, nests=nests))
+            combined += grid(model=[model], **_with_parts(of_model, several=True))
         return list(dict.fromkeys(combined))
 
+
+_ALL = "all"
+"""In a list of checkpointings: every one that a table of all of them has."""
 
 _TWO_MODELS = "--module and --model both say which model: give one of them"
 _ARG_ALONE = "--arg belongs to --module, or --model CONFIG.json: say whose argument it is"

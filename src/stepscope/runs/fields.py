@@ -72,6 +72,7 @@ _CHECKPOINTINGS = (
     *(f"selective-{last}" for last in range(256, 0, -1)),
     "attention",
     *(f"every-{group}" for group in range(1, 257)),
+    *(f"nested-{calls}" for calls in range(1, 257)),
 )
 """Choices of checkpointing in order of how much they keep, the most first."""
 

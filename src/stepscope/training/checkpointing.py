@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped
+from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped, nested_parts
 from stepscope.core.parts import ATTENTIONS
 from stepscope.core.range_names import RECOMPUTATION
 from stepscope.core.units import GIB
@@ -380,6 +380,19 @@ def keep_group_inputs(group_size: int) -> BlockRunner:
     return run
 
 
+def nest_calls(calls: int) -> BlockRunner:
+    """A runner by calls that hold calls (`nested-K`): each keeps only its input, and that while what holds it runs
+    again. PyTorch's checkpoint may be nested so (torch/utils/checkpoint.py, "Nestable Checkpoint")."""
+
+    def run(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
+        for part in nested_parts(tuple(blocks), calls):
+            inner = keep_all if len(part) == 1 else run
+            x_BSM = checkpointed(functools.partial(inner, part), x_BSM)
+        return x_BSM
+
+    return run
+
+
 def keep_outputs(contexts: Callable[[], Contexts]) -> BlockRunner:
     """A runner of single blocks: each keeps its input and what the contexts keep, and backward runs the rest again."""
 
@@ -422,6 +435,8 @@ def one_after_another(spans: Sequence[Span]) -> BlockRunner:
 def _runner_of(span: Span) -> BlockRunner:
     if span.checkpointing == "none":
         return keep_all
+    if span.calls is not None:
+        return nest_calls(span.calls)
     contexts = OUTPUTS_KEPT.get(span.checkpointing)
     return keep_group_inputs(span.group) if contexts is None else keep_outputs(contexts)
 

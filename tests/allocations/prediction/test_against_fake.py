@@ -139,6 +139,38 @@ def test_so_do_steps_of_8_bits(d_ff: int, dtype: Dtype, checkpointing: str):
 
 
 @pytest.mark.parametrize(
+    ("checkpointing", "layers", "dtype"),
+    [("nested-2", 8, "fp32"), ("nested-1", 5, "bf16"), *at_length(("nested-3", 7, "bf16"), ("nested-4", 9, "fp32"))],
+)
+def test_so_do_calls_that_hold_calls(checkpointing: str, layers: int, dtype: Dtype):
+    workload = TextbookWorkload(
+        model=ModelConfig(name="nested", d_model=96, d_ff=208, layers=layers, heads=3, vocabulary=997),
+        batch_size=4, seq_len=56, dtype=dtype, accumulation=2, checkpointing=checkpointing,
+    )  # fmt: skip
+    symbolic, fake = on_symbolic_tensors(workload), on_fake_tensors(workload)
+    for phase in fake:
+        assert symbolic[phase] == fake[phase], phase
+
+
+def test_inputs_that_are_there_grow_with_the_logarithm_of_nested_halves():
+    """16 MiB each, in blocks that hold little else: N with every-1; about one more for twice the blocks with halves;
+    none more in a chain. Beside them are parameters and gradients."""
+
+    def peak(checkpointing: str, layers: int) -> int:
+        model = ModelConfig(name="thin", d_model=64, d_ff=64, layers=layers, heads=1, vocabulary=16)
+        workload = TextbookWorkload(
+            model=model, seq_len=16384, attention="sdpa", phase="forward-backward", checkpointing=checkpointing
+        )
+        found = estimate(workload)
+        return found.peak_bytes - sum(found.categories.get(name, 0) for name in ("parameters", "gradients", "rounding"))
+
+    each = 4 * 16384 * 64 * 4
+    assert peak("every-1", 64) - peak("every-1", 32) == 32 * each
+    assert peak("nested-2", 64) - peak("nested-2", 32) == each
+    assert peak("nested-1", 64) == peak("nested-1", 32)
+
+
+@pytest.mark.parametrize(
     "checkpointing",
     ["none", "selective-2", "every-3", "offload-2", *at_length("selective", "attention", "offload-1", "offload-4")],
 )

@@ -138,6 +138,14 @@ def test_several_values_are_a_table_of_single_answers(tmp_path: Path):
     assert (tmp_path / "peaks.svg").is_file() and len((tmp_path / "forecasts.jsonl").read_text().splitlines()) >= 4
 
 
+def test_every_checkpointing_is_a_row_and_the_best_is_said():
+    done = stepscope("fit", "--model", "tiny", "--seq-len", 1024, "--checkpointing", "all", "--style", "markdown")
+    assert done.returncode == 0
+    rows = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")][2:]
+    assert rows[:2] == ["none", "selective"] and rows[-3:] == ["nested-1", "nested-2", "nested-3"]
+    assert "with the fewest FLOPs again is that of every-1" in " ".join(done.stdout.split())
+
+
 def test_why_it_does_not_fit_is_said_term_by_term():
     """B = 2, S = 8, M = 12, F = 20, H = 3, V = 50, two blocks in fp32, by hand; the kinds sum to what blocks keep."""
     b, s, m, f, h, v, layers = 2, 8, 12, 20, 3, 50, 2
@@ -388,6 +396,8 @@ def test_without_a_size_the_peak_is_said_and_several_devices_are_answered_each()
         ("--memory 80GiB --checkpointing every-0", "unknown checkpointing"),
         ("--memory 80GiB --checkpointing every-99", "choose every-1 to every-12"),
         ("--memory 80GiB --checkpointing foo", "unknown checkpointing"),
+        ("--checkpointing nested-13", "choose nested-1 to nested-12"),
+        ("--checkpointing nested-2 --compile default", "one by one"),
         ("--memory 80GiB --optimizer sgd", "choose one of"),
         ("--memory 80GiB --save fit.svg", "--save draws several steps, or belongs to --against"),
         ("--seq-len 128,256 --tensors", "looks at one step, and these options name 2"),

@@ -56,7 +56,9 @@ def test_flops_are_those_that_pytorch_counts(phase: str):
     assert counter.get_total_flops() == step_flops(step.workload, causal="full")
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "every-1", "every-2", "every-3", "selective"])
+@pytest.mark.parametrize(
+    "checkpointing", ["none", "every-1", "every-2", "every-3", "selective", "nested-1", "nested-2"]
+)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_recomputed_flops_are_those_that_pytorch_counts(checkpointing: str, accumulation: int):
     """Three layers in groups of two leave a last group of one."""
@@ -68,7 +70,7 @@ def test_recomputed_flops_are_those_that_pytorch_counts(checkpointing: str, accu
     again = recomputed_flops(step.workload, causal="full")
     assert counter.get_total_flops() == step_flops(step.workload, causal="full") + again
     assert step_flops(step.workload) == step_flops(mini(**changes))
-    assert (again > 0) == checkpointing.startswith("every")
+    assert (again > 0) == checkpointing.startswith(("every", "nested"))
 
 
 def test_recomputed_flops_by_hand():

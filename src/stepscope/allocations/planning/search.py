@@ -145,6 +145,7 @@ class Space:
         whole_scores = scores_of(question.workload.attention) == "whole"
         spans = [spans_of(one, config.layers) for one in question.tried]
         unlike = any(len(each) > 1 or any(span.on_host for span in each) for each in spans)
+        nested = any(span.calls for each in spans for span in each)
         # Each reason with what is true where it holds.
         faults: tuple[tuple[str, object], ...] = (
             ("tensor parallel ranks do not divide the heads", config.heads % tensor),
@@ -158,6 +159,7 @@ class Space:
             ("a fused loss takes the whole vocabulary", tensor > 1 and question.workload.loss != REFERENCE),
             ("tensor parallel ranks do not divide the sequence", tensor > 1 and length % (context * tensor)),
             ("more pipeline stages than blocks", grid.pipeline > config.layers),
+            ("checkpointing that nests calls is for a step of one process (choose every-1)", nested),
             (
                 "blocks that keep unlike, or offload (--checkpointing), are not divided among pipeline stages",
                 grid.pipeline > 1 and unlike,

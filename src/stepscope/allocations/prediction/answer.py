@@ -37,15 +37,16 @@ from stepscope.core.answer import (
     text,
 )
 from stepscope.core.attention_support import is_predicted
+from stepscope.core.checkpointing import group_of
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
-from stepscope.core.formulas.transformer import moment_bytes, parameter_count
+from stepscope.core.formulas.transformer import moment_bytes, parameter_count, recomputed_flops, step_flops
 from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.run import Run
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import GIB, format_bytes, format_share
-from stepscope.core.workloads import TextbookWorkload, Workload
+from stepscope.core.workloads import TextbookWorkload, Workload, by_sizes
 
 _SYMBOLS = {
     "batch_size": "B", "seq_len": "S", "d_model": "M", "d_ff": "F", "heads": "H", "head_dim": "D",
@@ -95,8 +96,10 @@ def answer_fits(fits: Sequence[Sequence[AnyFit]], names: Sequence[str] = ()) -> 
     for values, of_step in zip(described, fits, strict=True):
         judged = [cell for fit in of_step if fit.budget for cell in (_fits_word(fit), fit.margin_bytes)]
         peak = of_step[0].peak_bytes, of_step[0].estimate.peak_phase
-        rows.append((*(values[name] for name in varied), *peak, *judged))
-    columns = (*((name, TEXT) for name in varied), ("peak", "B"), "in", *verdicts)
+        again = [by_sizes(of_step[0].workload, _flops_again)] if "checkpointing" in varied else []
+        rows.append((*(values[name] for name in varied), *peak, *again, *judged))
+    computed = [("FLOPs again", "%")] if "checkpointing" in varied else []
+    columns = (*((name, TEXT) for name in varied), ("peak", "B"), "in", *computed, *verdicts)
     shared = {name: max(one[name] for one in described) for name in described[0] if name not in varied}
     said = [f"{name} {value}" for name, value in shared.items() if value not in ("", *_USUAL) or name in _SAID]
     alike = ", ".join(word for word in said if not word.endswith(" "))
@@ -104,6 +107,10 @@ def answer_fits(fits: Sequence[Sequence[AnyFit]], names: Sequence[str] = ()) -> 
     for i, budget in enumerate(budgets):
         count = sum(of_step[i].fits is True for of_step in fits)
         lead.append(Line(f"{count} of {len(fits)} steps fit into {budget.said}."))
+    if varied == ["checkpointing"]:
+        lead.append(
+            Line(_least_peaks([(values["checkpointing"], fit) for values, fit in zip(described, first, strict=True)]))
+        )
     into = " or ".join(budget.said for budget in budgets)
     return Answer(
         study="fit",
@@ -112,6 +119,27 @@ def answer_fits(fits: Sequence[Sequence[AnyFit]], names: Sequence[str] = ()) -> 
         tables=(table_of(*columns, rows=rows),),
         panels=(_panel_of_peaks(first, described, varied),),
     )
+
+
+def _flops_again(workload: TextbookWorkload) -> float:
+    """FLOPs that backward runs again, as a share of the step's model FLOPs."""
+    return recomputed_flops(workload) / step_flops(workload)
+
+
+def _least_peaks(fits: Sequence[tuple[str, AnyFit]]) -> str:
+    """Which checkpointing has the least peak, of all and of one level alone; of peaks within 1 % the one that runs the
+    fewest FLOPs again."""
+
+    def best(among: Sequence[tuple[str, AnyFit]]) -> str:
+        least = min(fit.peak_bytes for _, fit in among)
+        near = [one for one in among if one[1].peak_bytes <= 1.01 * least]
+        name, fit = min(near, key=lambda one: by_sizes(one[1].workload, _flops_again) or 0.0)
+        return f"{name}, {format_bytes(fit.peak_bytes)}"
+
+    groups = [one for one in fits if group_of(one[0])]
+    differs = groups and best(groups) != best(fits)
+    of_groups = f" Of groups of blocks alone (every-K) it is that of {best(groups)}." if differs else ""
+    return f"The least peak, to 1 %, with the fewest FLOPs again is that of {best(fits)}.{of_groups}"
 
 
 def _fits_word(fit: AnyFit) -> str:

@@ -33,7 +33,7 @@ from stepscope.allocations.prediction.symbolic_tensors import (
     passes_twice,
 )
 from stepscope.core.attention_support import predicted_attention
-from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped
+from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped, nested_parts
 from stepscope.core.evidence import CATEGORIES
 from stepscope.core.formulas.transformer import Shapes, block_shapes, shapes_outside_blocks
 from stepscope.core.parts import ATTENTIONS, REFERENCE, loss_chunk_rows, norm_programs
@@ -297,8 +297,20 @@ class SymbolicModel:
     def _run(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], span: Span) -> Tensor:
         if span.checkpointing == "none":
             return self._run_group(tape, x, group)
+        if span.calls is not None:
+            return self._run_nested(tape, x, group, span.calls)
         keeps = KEPT_OPERATORS.get(span.checkpointing, frozenset[str]())
         return tape.run(Segment(partial(self._run_group, blocks=group), x, keeps))
+
+    def _run_nested(self, tape: Tape, x: Tensor, blocks: Sequence[BlockParameters], calls: int) -> Tensor:
+        """The blocks as calls that hold calls, down to single blocks."""
+        for part in nested_parts(blocks, calls):
+            alone = len(part) == 1
+            inner = (
+                partial(self._run_group, blocks=part) if alone else partial(self._run_nested, blocks=part, calls=calls)
+            )
+            x = tape.run(Segment(inner, x, frozenset()))
+        return x
 
     def _stand_in(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], grown: Sequence[int]) -> Tensor:
         """A group of blocks as one piece: it leaves `grown` bytes by category, and later its gradients.

@@ -204,19 +204,45 @@ class Tensor:
 class Segment:
     """A part of forward that backward runs again from its input (activation checkpointing); its nodes keep nothing.
 
-    The outputs of the operators in `keeps` are kept, not computed again.
+    The outputs of the operators in `keeps` are kept, not computed again. A segment inside another has its input only
+    from when that one runs again until it does so itself.
     """
 
     def __init__(self, run: "Callable[[Tape, Tensor], Tensor]", x: Tensor, keeps: Set[str]) -> None:
-        self.run, self.input, self.keeps = run, x, keeps
+        self.run, self.keeps = run, keeps
+        self.input: Tensor | None = x
         self.nodes: list[Node] = []
         self.saving = 0
-        """The number of nodes that save something. Backward runs the segment again up to the last of them."""
+        """The number of nodes that save something, and of segments inside. Backward runs the segment again up to the
+        last of them."""
         self.kept: deque[Storage] = deque()
+        self.outer: Segment | None = None
+        """The segment that this one is part of."""
+        self.inside: deque[Segment] = deque()
+        """The segments that are part of this one, until they have their inputs."""
+        self._saved: Storage | None = None
+
+    def keep(self, x: Tensor) -> None:
+        """Keep the input for the second run."""
+        self.input, self._saved = Tensor(x.storage, x.elements, x.itemsize, None), x.storage
         x.storage.save()
 
+    def take(self) -> Tensor:
+        """The input, which a segment inside another lets go of."""
+        x = self.input
+        assert x is not None
+        if self.outer is not None:
+            self._let_go()
+            self.input = None
+        return x
+
+    def _let_go(self) -> None:
+        if self._saved is not None:
+            self._saved.release()
+            self._saved = None
+
     def __del__(self) -> None:
-        self.input.storage.release()
+        self._let_go()
 
 
 class _AllIsSaved(Exception):
@@ -291,7 +317,7 @@ class Tape:
                 node.gives_views = gives_views
         output = self.output(operator, elements * itemsize)
         outputs = [output] if not beside else [self.output(operator, beside), output]
-        if node is not None and saves_output and node.segment is None:
+        if node is not None and saves_output and self._segment is None:
             node.saved = [*node.saved, *outputs]
             for storage in outputs:
                 storage.save()
@@ -317,10 +343,31 @@ class Tape:
 
     def run(self, segment: Segment) -> Tensor:
         """What the segment returns. It keeps for backward only its input and what its operators in `keeps` return."""
+        x, outer = segment.input, self._segment
+        assert x is not None
+        if outer is None and self._rerun is None:
+            segment.keep(x)
+        else:
+            self._begin_inside(segment, x, outer)
         self._segment = segment
-        output = segment.run(self, segment.input)
-        self._segment = None
+        output = segment.run(self, x)
+        self._segment = outer
+        if outer is not None or self._rerun is not None:
+            segment.input = None
         return output
+
+    def _begin_inside(self, segment: Segment, x: Tensor, outer: Segment | None) -> None:
+        """Note a segment inside another; where that one runs again, give the first run's segment its input."""
+        if self._rerun is None:
+            if outer is not None and self.recording:
+                outer.inside.append(segment)
+                outer.saving += 1
+                segment.outer = outer
+        elif outer is None:
+            self._rerun.saving -= 1
+            self._rerun.inside.popleft().keep(x)
+            if self._rerun.saving == 0:
+                raise _AllIsSaved
 
     def backward(self, root: Tensor) -> None:
         """Run backward from a tensor, the newest node first, as autograd's queue does."""
@@ -354,6 +401,8 @@ class Tape:
         saving = bool(saved) or after_output
         if self._segment is not None:
             node = Node(self._number, operator, above, (), backward)
+            if self._rerun is not None:
+                return node  # of a segment inside the one that runs again, which keeps nothing of this run
             node.saving = saving
             if saving:  # only what was saved refers to the checkpoint, which ends with the last of it
                 node.segment = self._segment
@@ -415,11 +464,13 @@ class Tape:
 
     def _run_again(self, segment: Segment) -> None:
         """Run a segment's forward again with nodes that save, and hand the saved tensors to the first run's nodes."""
+        if segment.input is None and segment.outer is not None:
+            self._run_again(segment.outer)
         first, segment.nodes = segment.nodes, []
         again = type(self)(self.ledger, recording=True)
-        again._rerun = segment
+        again._rerun, x = segment, segment.take()
         with contextlib.suppress(_AllIsSaved):
-            segment.run(again, Tensor(segment.input.storage, segment.input.elements, segment.input.itemsize, _LEAF))
+            segment.run(again, Tensor(x.storage, x.elements, x.itemsize, _LEAF))
         for node, other in zip(first, segment.nodes, strict=False):
             # A node gets tensors from a checkpoint as its own variables. C++ destroys the last of them first.
             node.saved, other.saved = list(reversed(other.saved)), ()

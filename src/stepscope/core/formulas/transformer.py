@@ -76,8 +76,9 @@ def recomputed_flops(workload: TextbookWorkload, causal: CausalConvention = "hal
     """FLOPs of forward's products that a step's checkpointing runs again in backward, counted as model FLOPs are.
 
     every-K: the forward of all blocks, but for one product in each group. Backward needs the input of the group's last
-    product (down), not its output, and PyTorch stops where nothing more is needed. attention: as every-1, but for
-    attention itself. selective: 0, since what it runs again is elementwise; none: 0.
+    product (down), not its output, and PyTorch stops where nothing more is needed. nested-K: each block as every-1, and
+    each call that holds calls up to the input of its last one. attention: as every-1, but for attention itself.
+    selective: 0, since what it runs again is elementwise; none: 0.
     """
     config, attention = workload.model, _attention_flops(workload, causal)
     layers, last = config.layers, 2 * workload.tokens * config.d_model * config.d_ff
@@ -85,7 +86,8 @@ def recomputed_flops(workload: TextbookWorkload, causal: CausalConvention = "hal
     again = 0
     for span in filter(lambda span: span.multiplies_again, workload.spans):
         of_span = blocks if span.attends_again else blocks - attention
-        again += of_span * span.blocks // layers - span.groups * last
+        runs, cut = span.runs_again
+        again += of_span * runs // layers - cut * last
     return again
 
 
@@ -94,7 +96,8 @@ def product_counts(workload: TextbookWorkload) -> tuple[int, int]:
     (`recomputed_flops`). A layer has seven linear maps (query, key, value, output, gate, up, down), and the two of
     attention unless it is one fused kernel; the model has the head."""
     each = 9 if scores_of(workload.attention) == "whole" else 7
-    again = sum(span.blocks * each - span.groups for span in workload.spans if span.multiplies_again)
+    runs = [span.runs_again for span in workload.spans if span.multiplies_again]
+    again = sum(blocks * each - cut for blocks, cut in runs)
     return workload.model.layers * each + 1, again
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from stepscope.core.checkpointing import KEEPING, group_of, offload_of, selective_of
+from stepscope.core.checkpointing import KEEPING, group_of, nested_of, offload_of, selective_of
 from stepscope.core.errors import InputError, StepscopeError, message_of, named_line
 from stepscope.core.parts import REFERENCE, Kernels, Part, PartFound, compiles
 from stepscope.core.precisions import PRECISIONS
@@ -92,7 +92,7 @@ def _group_size(checkpointing: str, most: int, name: str) -> int | None:
     if checkpointing in KEEPING:
         return None
     group = group_of(checkpointing)
-    if selective_of(checkpointing) is not None or offload_of(checkpointing) is not None:
+    if any(of(checkpointing) is not None for of in (selective_of, offload_of, nested_of)):
         raise InputError(
             f"{name} cannot run with checkpointing {checkpointing}: the textbook's models alone have blocks that keep "
             f"unlike or offload; choose every-1, {' or '.join(KEEPING)}"
