@@ -66,8 +66,14 @@ PRESETS = {
         dtypes=("fp32",), batch_size=8, heads=1, causal=False, compiles=("none", "default"), launches="shown",
         seconds=0.5,
     ),
+    "cs336-2026": GridSizes(
+        seq_lens=tuple(2**power for power in range(7, 17)), head_dims=(16, 32, 64, 128),
+        implementations=("reference", "flash"), dtypes=("bf16", "fp32"), batch_size=1, heads=1, causal=True,
+        seconds=0.3,
+    ),
 }  # fmt: skip
-"""seeds: attention written out, batch 8, no heads, fp32, eager beside compiled, each pass on a device that waits."""
+"""seeds: attention written out, batch 8, no heads, fp32, eager beside compiled, each pass on a device that waits.
+cs336-2026: the grid of `flash_benchmarking` in the handout 26.1.1."""
 
 
 def sizes_for(device_type: str, preset: str | None) -> GridSizes:
@@ -277,7 +283,12 @@ Launching = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    Option("seeds: the write-ups' grid, batch 8, no heads, fp32, naive.", CALLS, complete=completed("seeds")),
+    Option(
+        "seeds: the write-ups' grid, batch 8, no heads, fp32, naive. cs336-2026: flash beside it, 128 to 65536 tokens, "
+        "bf16 and fp32.",
+        CALLS,
+        complete=completed("seeds", "cs336-2026"),
+    ),
 ]
 Steps = Annotated[int | None, Option("Exactly this many passes of each cell.", MEASURING, least=1)]
 Seconds = Annotated[float | None, Option("Seconds for each cell.", MEASURING, least=0)]

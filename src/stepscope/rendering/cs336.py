@@ -25,6 +25,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.figures import doubting_kinds
 from stepscope.core.formulas.spelled import cell_name, parameters_of
+from stepscope.core.model_config import EDITIONS
 from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 from stepscope.core.units import counted, format_bytes, format_share
@@ -643,7 +644,146 @@ ASSIGNMENT = Assignment(
             Question("sharding", "What does sharding the optimizer's state, or everything, save and cost?", _RANKS,
                      parallel(ranks.SHARDED, ranks.STRONG, ranks.MEMORY)),
             Question("accounting", "What does each GPU need of memory and links by layout, and which layout is "
-                     "fastest?", _PLAN, stored("plan")),
+                     "fastest?", _PLAN, stored("plan", like="fastest")),
+        ),
+    },
+)  # fmt: skip
+
+
+# The edition of April 2026 (handout 26.1.1): other models, lengths and numbers of GPUs, and questions of its own.
+
+
+_XL = EDITIONS["cs336-2026"]["xl"]
+_MODELS_26 = ",".join(("tiny", *EDITIONS["cs336-2026"].values()))
+"""The models of the edition, and the one that the small commands measure."""
+_STEPS_26 = replace(
+    _STEPS, name="step-time-2026", full="sweep --model small,medium,large,cs336-2026-xl,10B --seq-len 512"
+)
+_KERNELS_26 = replace(
+    _KERNELS,
+    name="kernels-2026",
+    full="sweep --model small,large --seq-len 256,512,1024,2048 --dtype fp32 --phase forward,train --record kineto",
+)
+_SPEED_26 = replace(
+    _SPEED,
+    name="precision-speed-2026",
+    full="study speed --model small,medium,large,cs336-2026-xl,10B --seq-len 512 --dtype fp32,bf16",
+)
+_MEMORY_26 = replace(
+    _MEMORY,
+    name="memory-2026",
+    full="sweep --model cs336-2026-xl --seq-len 128,2048 --dtype fp32,bf16 --phase forward,train",
+)
+_RECORDED_26 = replace(
+    _RECORDED,
+    name="memory-recorded-2026",
+    full="sweep --model cs336-2026-xl --seq-len 128,2048 --phase forward,train --record memory",
+)
+_LEVELS = Measure(
+    "checkpointing",
+    46,
+    "sweep --model cs336-2026-xl --batch-size 4 --seq-len 2048 --phase train --checkpointing every-1,every-2,every-4",
+    "sweep --model tiny --seq-len 64 --phase train --checkpointing every-1,every-2,every-4 --steps 5",
+    of_memory=True,
+)
+_FLASH_26 = replace(_FLASH, name="attention-flash-2026", full="study attention --preset cs336-2026", takes_s=240)
+_COLLECTIVES_26 = replace(
+    _COLLECTIVES,
+    name="all-reduce-2026",
+    full="study collectives --ranks 2,4,6 --sizes 1MB,10MB,100MB,1GB",
+    small="study collectives --ranks 2,4,6 --backend gloo --sizes 64KiB,1MiB --seconds 0.05",
+    gpus=6,
+)
+_RANKS_26 = replace(_RANKS, name="parallel-2026", full="study parallel --model cs336-2026-xl --ranks 2")
+_CLOSED_FORMS = Measure(
+    "closed-forms",
+    5,
+    "plan --explain --model cs336-2026-xl --ranks 8 --device B200 --batch-tokens 65536",
+    "plan --explain --model cs336-2026-xl --ranks 8 --device B200 --batch-tokens 65536",
+    "answer",
+    takes_memory=False,
+)
+_FASTEST = Measure(
+    "fastest-step",
+    70,
+    "tune --model 8B --seq-len 32768 --batch-size 2 --dtype bf16-master --kernels fused --ranks 2 --parallel fsdp2 "
+    "--budget 10min",
+    "tune --model tiny --seq-len 64 --ranks 2 --parallel ddp --device cpu --budget 30s",
+    "answer",
+    gpus=2,
+    takes_s=600,
+    takes_memory=False,
+    small_s=60,
+)
+_OF_XL = {"model": f"tiny,{_XL}", **_PHASES}
+
+
+def _asked(old: str, measure: Measure, asks: str = "", source: Source | None = None) -> Question:
+    """A question of the older edition, measured as this one has it."""
+    one = next(question for question in ASSIGNMENT.questions if question.id == old)
+    return replace(one, measure=measure, asks=asks or one.asks, source=source or one.source)
+
+
+def _kernels_26() -> tuple[Question, ...]:
+    """The questions on kernels, of two sizes at lengths above 128 up to the longest that fits."""
+    older = [_asked(one.id, _KERNELS_26) for one in ASSIGNMENT.parts["Kernels of a step"]]
+    two = {**_TRAIN, "model": "tiny,small,large"}
+    longest = table("model", "seq_len", where=two, says=which_run_out, widest=True)
+    asks = "Which context is the longest that fits, of two sizes at lengths above 128?"
+    return (*older, Question("kernels-longest", asks, _KERNELS_26, longest, "memory"))
+
+
+OF_2026 = Assignment(
+    title=f"CS336 assignment 2: systems, 2026, whose xl is {_XL} here",
+    parts={
+        "Timing a step": (
+            _asked("benchmarking-b", _STEPS_26, "How long do forward, backward and the optimizer's step of each model "
+                   "take, and how much do they vary?",
+                   table("model,seq_len", value="forward,backward,optimizer", statistic="mean-std",
+                         where={**_TRAIN, "model": _MODELS_26}, says=how_much_they_vary, widest=True)),
+            _asked("benchmarking-c", _WARMUP),
+        ),
+        "Kernels of a step": _kernels_26(),
+        "Mixed precision": (
+            *(one for one in ASSIGNMENT.parts["Mixed precision"] if one.measure is not _SPEED),
+            _asked("precision-c", _SPEED_26),
+        ),
+        "Memory": (
+            _asked("memory-a", _RECORDED_26),
+            _asked("memory-b", _MEMORY_26, "What is the peak of xl at 128 and 2048 tokens, of forward alone and of the "
+                   "full step?", table("model,seq_len", "phase", "peak_memory", where={**_OF_XL, "dtype": "fp32"},
+                                       timed=False)),
+            _asked("memory-c", _MEMORY_26, "Does mixed precision change the peak of xl?",
+                   table("model,seq_len,phase", "dtype", "peak_memory", speedup="fp32",
+                         where={**_OF_XL, "dtype": "fp32,bf16"}, says=what_bits_change, timed=False)),
+            *(_asked(f"memory-{letter}", _STEPS_26) for letter in "def"),
+            Question("checkpointing-level", "Which single level of checkpointing needs least memory, beside blocks of "
+                     "the next sizes?", _LEVELS,
+                     table("model,seq_len", "checkpointing", "peak_memory", timed=False,
+                           where={**_OF_XL, "phase": "train", "checkpointing": "every-1,every-2,every-4"}),
+                     "memory"),
+        ),
+        "Attention": (
+            *(one for one in ASSIGNMENT.parts["Attention"] if one.id == "attention-a"),
+            _asked("flash", _FLASH_26, "How does FlashAttention compare with attention written out, from 128 to 65,536 "
+                   "tokens, by width and dtype?"),
+        ),
+        "Compilation": ASSIGNMENT.parts["Compilation"],
+        "Several GPUs": (
+            _asked("all-reduce", _COLLECTIVES_26, "How long does an all-reduce of 1 MB to 1 GB take on 2, 4 and 6 "
+                   "processes?"),
+            Question("naive-ddp", "Which share of a step does naive data parallelism spend on communication, and what "
+                     "do one message and overlap change?", _RANKS_26, _SENDING),
+            Question("sharded-optimizer", "What do parameters and the optimizer's state take on each rank, with and "
+                     "without sharding, and what does sharding cost?", _RANKS_26,
+                     parallel(ranks.SHARDED, ranks.STRONG, ranks.MEMORY)),
+            Question("fsdp-in-time", "What does FSDP save, and how much of its communication ends behind computing?",
+                     _RANKS_26, parallel(ranks.SHARDED, ranks.PHASES, ranks.COMMUNICATION, ranks.MEMORY)),
+            Question("closed-forms", "How many GPUs can share a feed-forward layer by DP, FSDP, TP and both before "
+                     "communication bounds it, and what does the other ring of all-reduce take?", _CLOSED_FORMS,
+                     stored("plan", ("numbers put in", "formulas", "all-reduce"), like="feed-forward")),
+            Question("fastest-step", "What is the fastest step of two GPUs that a search of ten minutes finds?",
+                     _FASTEST, stored("tune")),
         ),
     },
 )  # fmt: skip

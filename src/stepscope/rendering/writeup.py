@@ -304,7 +304,7 @@ Source = Callable[[Material], Answer | None]
 Scale = Literal["auto", "full", "small"]
 SCALES: tuple[Scale, ...] = ("auto", "full", "small")
 
-_AXES = ("model", "seq_len", "dtype", "phase", "attention", "compile")
+_AXES = ("model", "seq_len", "dtype", "phase", "attention", "compile", "checkpointing")
 """Options of which each value makes other cells."""
 
 
@@ -404,7 +404,9 @@ class Measure:
         """The words of the fewest commands that measure these groups and no others, small models first; of a study one
         for each group, so that the same group is the same command whatever else is measured."""
         boxes = [{axis: (value,) for axis, value in group.chosen.items()} for group in groups]
-        for axis in ("seq_len", "phase", "dtype", "model") if not (self.together or self.implied) else ():
+        for axis in (
+            ("checkpointing", "seq_len", "phase", "dtype", "model") if not (self.together or self.implied) else ()
+        ):
             merged: dict[tuple[Any, ...], dict[str, tuple[str, ...]]] = {}
             for box in boxes:
                 key = tuple((name, values) for name, values in box.items() if name != axis)
@@ -471,14 +473,15 @@ class Assignment:
         return tuple(question for questions in self.parts.values() for question in questions)
 
 
-ASSIGNMENTS = ("cs336",)
-"""The names of assignments. Each has a file beside this one that ends with `ASSIGNMENT`."""
+ASSIGNMENTS = ("cs336-2025", "cs336-2026", "cs336")
+"""The names of assignments: editions of CS336's, of which the last is another name of the first."""
 
 
 def assignment_named(name: str) -> Assignment:
     """The assignment of this name. Raises InputError, with the names, for another."""
     choose(name, ASSIGNMENTS, "assignment")
-    return importlib.import_module(f"stepscope.rendering.{name}").ASSIGNMENT
+    cs336 = importlib.import_module("stepscope.rendering.cs336")
+    return cs336.OF_2026 if name == "cs336-2026" else cs336.ASSIGNMENT
 
 
 # What is predicted of cells that a question asks for and that this machine does not measure.

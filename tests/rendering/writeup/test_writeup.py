@@ -28,7 +28,7 @@ from tests.conftest import make_run, workload
 from tests.questions.test_parallel import cell as shared_cell
 
 ROOT = Path(__file__).parents[3]
-CS336 = assignment_named("cs336")
+CS336, OF_2026 = assignment_named("cs336"), assignment_named("cs336-2026")
 HOSTILE = "<script>alert(1)</script> | `x`"
 
 
@@ -39,7 +39,7 @@ def test_every_question_has_its_own_id_and_asks():
         assert all(question.asks.endswith("?") for question in questions)
 
 
-MEASURES = {question.measure.name: question.measure for question in CS336.questions}
+MEASURES = {question.measure.name: question.measure for question in (*CS336.questions, *OF_2026.questions)}
 
 
 @pytest.mark.parametrize("scale", ("full", "small"))
@@ -282,3 +282,29 @@ def test_findings_that_say_the_same_of_many_cells_are_taken_together(tmp_path: P
     text = target.file.read_text()
     assert text.count("is not distinguishable") == MOST_ALIKE
     assert "54 further findings of the kind 'alike'" in text
+
+
+def test_this_years_edition_asks_of_its_own_models_and_says_which_xl_it_means():
+    """Stored results of 2.7B, its xl, answer; those of the older xl do not. What nothing measured names its command."""
+    material = gather([str(ROOT / "results" / "h200" / name) for name in ("limit-80GiB", "plain", "memory")], ROOT)
+    document = write_up(OF_2026, material)
+    answers = {one.question.id: one for one in document.answered}
+    assert "whose xl is 2.7B" in OF_2026.title and CS336 is assignment_named("cs336-2025")
+    for name in ("benchmarking-b", "memory-b", "memory-c"):
+        answer = answers[name].answer
+        assert answer is not None, name
+        models = {str(row[0]) for table in answer.tables for row in table.rows if "model" in table.columns}
+        assert "2.7B" in models and "xl" not in models, (name, models)
+    lacking = {one.name: one.words("full") for one in document.missing(ROOT)}
+    assert answers["checkpointing-level"].answer is None and "every-1,every-2,every-4" in lacking["checkpointing"]
+    assert answers["closed-forms"].answer is None and "--explain" in lacking["closed-forms"]
+    assert "2,4,6" in lacking["all-reduce-2026"] and "cs336-2026" in lacking["attention-flash-2026"]
+
+
+def test_closed_forms_answer_their_question_and_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    app(["plan", "--explain", "--ranks", "4", "--json"], standalone_mode=False)
+    (tmp_path / "forms.json").write_text(capsys.readouterr().out)
+    answered = {one.question.id: one.answer for one in write_up(OF_2026, gather([str(tmp_path)], tmp_path)).answered}
+    forms = answered["closed-forms"]
+    assert forms is not None and len(forms.tables) == 3
+    assert [name for name, answer in answered.items() if answer is not None] == ["closed-forms"]

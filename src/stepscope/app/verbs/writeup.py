@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from stepscope.rendering.writeup import Group, Machine, Measure, Scale, Target, WriteUp
 
 
-Assignment = Annotated[str, Option("Whose questions are answered.")]
+Assignment = Annotated[
+    str, Option("Whose questions are answered: an edition of CS336's.", choices=("cs336-2025", "cs336-2026"))
+]
 Run = Annotated[bool, Option("Measure what is missing, the cheapest first. Ctrl-C keeps what is there.")]
 Sizes = Annotated[
     str,
@@ -93,7 +95,7 @@ def command(
         ),
     ] = None,
     *,
-    assignment: Assignment = "cs336",
+    assignment: Assignment = "cs336-2025",
     output: Output = Path("writeup.md"),
     run: Run,
     scale: Sizes = "auto",
@@ -107,6 +109,8 @@ def command(
     from stepscope.rendering.writeup import SCALES, Material, Target, assignment_named, gather, write_up
 
     questions = assignment_named(assignment)
+    if assignment == "cs336":
+        warn("cs336 is cs336-2025 here; --assignment cs336-2026 has the questions of April 2026")
     choose(scale, SCALES, "scale")
     size, target = cast("Scale", scale), Target(file=output)
     if size != "auto" and (memory is not None or minutes is not None):
