@@ -551,7 +551,13 @@ _PEAKS = table("model,seq_len", "phase", "peak_memory", where={"dtype": "fp32", 
 
 def _peaks_beside(dtype: str) -> Source:
     return table(
-        "model,seq_len,phase", "dtype", "peak_memory", speedup="fp32", where={"dtype": f"fp32,{dtype}", **_PHASES}
+        "model,seq_len,phase",
+        "dtype",
+        "peak_memory",
+        speedup="fp32",
+        where={"dtype": f"fp32,{dtype}", **_PHASES},
+        says=what_bits_change,
+        timed=False,
     )
 
 
