@@ -4,6 +4,7 @@ Each is its title, what it shows, and what follows `stepscope report`. The direc
 """
 
 import contextlib
+import importlib
 import io
 from pathlib import Path
 from typing import NamedTuple
@@ -73,6 +74,7 @@ def _make_all(app: Sphinx) -> None:
     if app.builder.name == "html" and can_report():
         folder = Path(app.outdir) / "gallery"
         folder.mkdir(parents=True, exist_ok=True)
+        importlib.import_module("stepscope.rendering.plots")  # drawn here: no page starts a process that imports it
         for shown in GALLERY:
             make(shown, folder)
 

@@ -1,5 +1,6 @@
 """`stepscope report`: a run, or anything else that stepscope reads, as one HTML page."""
 
+import sys
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -77,7 +78,8 @@ def command(
     from stepscope.rendering.pages.index import is_index, page_of_index
 
     index = is_index(what, runs) and not compare
-    drawer = None if index else Drawer()  # it gets ready while the runs are read
+    # Another process gets ready to draw while this one reads, unless this one is ready.
+    drawer = None if index or "stepscope.rendering.plots" in sys.modules else Drawer()
     try:
         if index:
             page = page_of_index(Path(what[0]))
