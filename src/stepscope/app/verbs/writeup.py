@@ -226,8 +226,8 @@ class Chosen:
 def choose_cells(measure: "Measure", machine: "Machine", there: "Iterable[StoredRun]" = ()) -> Chosen:
     """The cells of a measure that fit into the machine's memory and were not measured yet. there: runs of its folder.
 
-    Where a question asks for one model and not all of its cells fit, the largest smaller model of which all do is
-    measured beside them. A CPU measures the small command, and of a sweep's cells those that it ends in time.
+    Where a question asks for one model and not all of its cells fit, the smaller model of which most do is measured
+    beside them. A CPU measures the small command, and of a sweep's cells those that it ends in time.
     """
     full, small = machine.takes(measure.words("full")), machine.takes(measure.words("small"))
     asked = measure.groups(full)
@@ -268,16 +268,23 @@ def choose_cells(measure: "Measure", machine: "Machine", there: "Iterable[Stored
 
 
 def _smaller(measure: "Measure", full: Sequence[str], machine: "Machine") -> "list[Group]":
-    """The cells of the largest model below the one that the measure names of which all fit; none where it names
-    several models."""
+    """The cells that fit of the model below the one that the measure names of which most fit, the largest of several;
+    none where it names several models."""
+    from stepscope.core.formulas.transformer import parameter_count
+    from stepscope.core.model_config import configure
+
     model = full[full.index("--model") + 1]
-    if model not in LADDER:
+    if "," in model:
         return []
-    for smaller in reversed(LADDER[: LADDER.index(model)]):
+    size, best = parameter_count(configure(model)), list["Group"]()
+    for smaller in (name for name in LADDER if parameter_count(configure(name)) < size):
         groups = measure.groups([smaller if word == model else word for word in full])
-        if all(group.fits(machine.memory) for group in groups):
-            return groups
-    return []
+        fitting = [group for group in groups if group.fits(machine.memory)]
+        if smaller == LADDER[1] and fitting:
+            best = []  # the smallest is for machines that hold no other
+        if fitting and len(fitting) >= len(best):
+            best = fitting
+    return best
 
 
 def _group_seconds(measure: "Measure", group: "Group", machine: "Machine") -> float:
