@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stepscope.core.run_directory import load_run
-from stepscope.recording.nvml import gpu_sampling, read_gpu, total_energy_j
+from stepscope.recording.nvml import gpu_sampling, gpus_here, read_gpu, total_energy_j
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -108,3 +108,22 @@ def test_measured_violation_times_fit_the_time_that_passed():
             shares.append((after.power_limited_s - before.power_limited_s) / (after.read_at_s - before.read_at_s))
     assert len(shares) > 100
     assert min(shares) >= 0 and 0.99 < max(shares) < 1.01
+
+
+def test_gpus_hidden_from_cuda_do_not_count(monkeypatch: pytest.MonkeyPatch):
+    sizes = {0: 80, 1: 24, "GPU-c": 12}
+    memory = {key: SimpleNamespace(total=size * 2**30, free=size * 2**30) for key, size in sizes.items()}
+    answers(monkeypatch, nvmlDeviceGetCount=2)
+    for name in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetHandleByUUID"):
+        monkeypatch.setattr(pynvml, name, lambda key: key if key in sizes else None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", str)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", memory.__getitem__)
+
+    def seen() -> list[str]:
+        return [gpu.name for gpu in gpus_here()]
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert seen() == ["1", "0"]
+    for visible, expected in {"0": ["0"], "GPU-c,0": ["GPU-c", "0"], "1, 7, 0": ["1"], "": [], "-1": []}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert seen() == expected, visible

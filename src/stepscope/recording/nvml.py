@@ -5,6 +5,7 @@ A value is None where NVML does not give it.
 
 import contextlib
 import importlib
+import itertools
 import os
 import select
 import statistics
@@ -87,15 +88,26 @@ class Gpu(NamedTuple):
 
 
 def gpus_here() -> list[Gpu]:
-    """The GPUs of this machine, that of the least memory first; none where there are none, or NVML is missing."""
+    """The GPUs that a process started here sees, that of the least memory first; none where there are none, or NVML is
+    missing. CUDA_VISIBLE_DEVICES hides GPUs from CUDA, and not from NVML."""
     with _session() as session:
         if session is None:
             return []
         _, ask, _ = session
-        handles = [ask("nvmlDeviceGetHandleByIndex", i) for i in range(ask("nvmlDeviceGetCount") or 0)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = range(ask("nvmlDeviceGetCount") or 0) if visible is None else visible.split(",")
+        handles = [_handle(ask, str(name).strip()) for name in names]
+        handles = list(itertools.takewhile(lambda handle: handle is not None, handles))  # CUDA ignores what follows
         gpus = [(ask("nvmlDeviceGetName", handle), ask("nvmlDeviceGetMemoryInfo", handle)) for handle in handles]
     found = [Gpu(str(name), int(memory.total), int(memory.free)) for name, memory in gpus if memory is not None]
     return sorted(found, key=lambda gpu: (gpu.total_bytes, gpu.name))
+
+
+def _handle(ask: Ask, name: str) -> Any:
+    """NVML's handle of a GPU by its place or its UUID; None where there is no such GPU."""
+    if name.isdecimal():
+        return ask("nvmlDeviceGetHandleByIndex", int(name))
+    return ask("nvmlDeviceGetHandleByUUID", name)
 
 
 def smallest_gpu() -> tuple[str, int] | None:

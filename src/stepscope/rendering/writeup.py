@@ -516,7 +516,9 @@ def predicted_cells(question: Question, runs: Sequence[Run], machine: Machine) -
     rows: list[tuple[Cell, ...]] = []
     for cell in lacking:
         peak = estimate_quickly(cell).peak_bytes
-        times = [scalings[cell.dtype, phase].seconds(cell) if phase in phase_work(cell) else None for phase in phases]
+        scaled = {phase: scalings[cell.dtype, phase] for phase in phases if phase in phase_work(cell)}
+        useful = {phase: scaling.seconds(cell) for phase, scaling in scaled.items() if scaling.is_useful}
+        times = [useful.get(phase) for phase in phases]
         why = f"needs {format_bytes(peak)} of {format_bytes(machine.memory.usable_bytes)}"
         if measure.of_memory and not machine.on_gpu:
             why = "a CPU counts no peak"
@@ -563,7 +565,8 @@ def _said_of(scaling: Scaling, dtype: str, lacking: Sequence[TextbookWorkload]) 
     if not (errors := scaling.errors):
         return f"{said}; too few to say how far off that is."
     middle, most = format_share(statistics.median(errors)), format_share(max(errors))
-    return f"{said}; predicted so from the others, each of these is off by {middle} in the middle, {most} at most."
+    said += f"; predicted so from the others, each of these is off by {middle} in the middle, {most} at most"
+    return f"{said}." if scaling.is_useful else f"{said}: too far for a prediction, so none is shown."
 
 
 _FAR = 2

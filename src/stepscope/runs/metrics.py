@@ -569,6 +569,11 @@ class Scaling:
         predicted = [(self.seconds(cell, cell), seconds) for cell, seconds in self.cells]
         return [abs(guess / seconds - 1) for guess, seconds in predicted if guess is not None]
 
+    @property
+    def is_useful(self) -> bool:
+        """Whether it meets measured cells within their own size, in the middle; where that is not known, it may."""
+        return not (errors := self.errors) or statistics.median(errors) <= 1
+
     def _least(self, workload: TextbookWorkload) -> float:
         return _terms(workload, self.phase)[0] / self.ceiling if self.ceiling else 0.0
 

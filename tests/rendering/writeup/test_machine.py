@@ -245,3 +245,10 @@ def test_runs_of_another_s_model_are_no_cells(tmp_path: Path):
     times = next(one for one in found.answered if one.question.id == "benchmarking-b")
     assert not times.measured and times.answer is not None and len(times.answer.tables[0].rows) == 20
     assert not choose_cells(MEASURES["step-time"], machine(11), [run for run, _ in material.runs]).done
+
+
+def test_a_scaling_that_misses_the_measured_cells_shows_no_times():
+    """Steps that the host bounds take as long whatever their size: from them nothing is told of a larger one."""
+    tiny, small = (TextbookWorkload(model=configure(name), dtype="fp32", seq_len=128) for name in ("tiny", "small"))
+    assert Scaling(((tiny, 0.010),), "forward").is_useful
+    assert not Scaling(((tiny, 0.010), (small, 0.010)), "forward").is_useful
