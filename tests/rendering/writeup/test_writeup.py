@@ -209,7 +209,7 @@ def test_the_sweep_that_answers_a_question_best_is_asked(tmp_path: Path):
     assert peaks is not None and "allowed" not in peaks.device
     by_cell = {row[:3]: row[3:] for row in peaks.tables[0].rows}
     assert by_cell["2.7B", "512", "train"] == ("63.79", "63.70") and by_cell["small", "1024", "train"][1] == "8.23"
-    assert "From kernels (36 runs), plain (8 runs), memory (12 runs)" in peaks.asides[-1]
+    assert "From kernels (36 runs), plain (8 runs), memory-2.7B (13 runs), memory (11 runs)" in peaks.asides[-1]
     assert {str(row[0]).partition("-")[0] for row in bf16.tables[0].rows} == {
         "small",
         "medium",
