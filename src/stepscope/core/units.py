@@ -27,7 +27,7 @@ def format_seconds(seconds: float) -> str:
     for limit, scale, unit in ((1e-6, 1e9, "ns"), (1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
         if abs(seconds) < limit:
             return f"{seconds * scale:.4g} {unit}"
-    return f"{seconds:.4g} s"
+    return f"{seconds:.4g} s" if abs(seconds) < 1e4 else f"{seconds:,.0f} s"
 
 
 def format_milliseconds(seconds: float) -> str:

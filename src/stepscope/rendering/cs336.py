@@ -20,7 +20,6 @@ from stepscope.allocations.prediction.estimate import kept_by_block
 from stepscope.allocations.prediction.fit import budget_of_memory, budget_of_total, fit
 from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.answer import Answer, Line, Panel, as_lines, known_columns
-from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.figures import doubting_kinds
@@ -28,7 +27,7 @@ from stepscope.core.formulas.spelled import cell_name, parameters_of
 from stepscope.core.model_config import EDITIONS
 from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
-from stepscope.core.units import counted, format_bytes, format_share
+from stepscope.core.units import counted, format_share
 from stepscope.core.workloads import DTYPES, TextbookWorkload
 from stepscope.questions import parallel as ranks
 from stepscope.questions.attention_step import StepCell, answer_steps
@@ -113,7 +112,7 @@ def table(
                 answer = msgspec.structs.replace(
                     answer_table(runs, query, bare=False),
                     panels=panels,
-                    device=", ".join(dict.fromkeys(map(_device, machines))),
+                    device=", ".join(dict.fromkeys(where.limited_device for where in machines)),
                     versions=dict(machines[-1].versions) if machines else {},
                     date=max(run.day for run in runs),
                 )
@@ -395,12 +394,6 @@ def _pairs(cells: list[Found], field: str, base: str) -> int:
     alike = [run.workload.words(field) for run, _ in cells if getattr(run.workload, field) == base]
     others = [run for run, _ in cells if getattr(run.workload, field) != base and run.workload.words(field) in alike]
     return sum(1 if doubting_kinds(run) else _UNDOUBTED for run in others)
-
-
-def _device(where: Environment) -> str:
-    """The device's name, with how much of its memory was allowed, where that is not all."""
-    limit = where.memory_limit_bytes
-    return f"{where.device_name} ({format_bytes(limit)} of its memory allowed)" if limit else where.device_name
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -321,6 +321,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     capability: tuple[int, int] | None = None
     memory_limit_bytes: int | None = None
     """The limit that the user set, which each command gets."""
+    too_long: tuple[str, ...] = ()
+    """What its plan left out for time: of each cell the measure's name and the cell's."""
 
     @property
     def has_bf16(self) -> bool:
@@ -502,30 +504,30 @@ def predicted_cells(question: Question, runs: Sequence[Run], machine: Machine) -
     lacking = sorted(
         (cell for cell in asked if cell not in ended), key=lambda cell: (parameters_of(cell), cell.seq_len)
     )
-    if not lacking:
-        return ()
-    if question.predicts == "out":
-        return _why_out(lacking, machine)
+    if not lacking or question.predicts == "out":
+        return _why_out(lacking, machine)  # none where nothing is lacking
     if not question.predicts:
-        if len(lacking) == len(asked):
-            return (text(f"Not measured here: {_counted(asked)}. What smaller models say stands above."),)
-        return (text(f"Not measured here: {_counted(lacking)} of {len(asked)} that are asked for."),)
+        cells = f"{len(lacking)} of the {counted(len(asked), 'cell')} asked for ({listed(map(cell_name, lacking))})"
+        end = " What smaller models say stands above." if len(lacking) == len(asked) else ""
+        return (text(f"Not measured here: {cells}.{end}"),)
     phases = () if question.predicts == "memory" else tuple(phase_work(lacking[-1], "full"))
     kinds = [(cell, phase) for cell in {cell.dtype: cell for cell in lacking}.values() for phase in phases]
     scalings = {(cell.dtype, phase): scaling_of(runs, machine.name, cell, phase) for cell, phase in kinds}
+    timed = {phase for (_, phase), scaling in scalings.items() if scaling.cells and scaling.is_useful}
+    phases = tuple(phase for phase in phases if phase in timed)
     rows: list[tuple[Cell, ...]] = []
     for cell in lacking:
         peak = estimate_quickly(cell).peak_bytes
         scaled = {phase: scalings[cell.dtype, phase] for phase in phases if phase in phase_work(cell)}
         useful = {phase: scaling.seconds(cell) for phase, scaling in scaled.items() if scaling.is_useful}
-        times = [useful.get(phase) for phase in phases]
+        times = [float(f"{useful[phase]:.2g}") if useful.get(phase) else None for phase in phases]
         why = f"needs {format_bytes(peak)} of {format_bytes(machine.memory.usable_bytes)}"
         if measure.of_memory and not machine.on_gpu:
             why = "a CPU counts no peak"
         elif will_fit(cell, machine.memory):
-            why = "left out for time, or not measured yet"
+            why = "left out for time" if f"{measure.name} {cell_name(cell)}" in machine.too_long else "not measured yet"
         rows.append((cell_name(cell), peak / GIB, *times, why))
-    columns = (("cell", ""), ("peak GiB", ".2f"), *((f"{phase} ms", "ms of s") for phase in phases), ("why", ""))
+    columns = (("cell", ""), ("peak GiB", ".2f"), *((phase, "s") for phase in phases), ("why", ""))
     notes = [Line("Predicted; nothing in this table was measured.", "strong")]
     notes.append(Line("Peaks: PyTorch's allocator on a GPU, played through over the step's tensors (stepscope fit)."))
     notes += [Line(_said_of(scaling, dtype, lacking)) for (dtype, _), scaling in scalings.items()]
@@ -542,11 +544,6 @@ def _why_out(lacking: Sequence[TextbookWorkload], machine: Machine) -> tuple[Tab
     first, *others = (table for table in answer_fit(fit(cell, machine.memory)).tables if table.rows)
     said = f"Predicted by arithmetic for {cell_name(cell)}, the smallest that does not fit; it was not measured."
     return msgspec.structs.replace(first, notes=(Line(said, "strong"), *first.notes)), *others
-
-
-def _counted(cells: Sequence[TextbookWorkload]) -> str:
-    """How many cells, and the names of the first."""
-    return f"{counted(len(cells), 'cell')} ({listed(map(cell_name, cells))})"
 
 
 def _said_of(scaling: Scaling, dtype: str, lacking: Sequence[TextbookWorkload]) -> str:
@@ -623,9 +620,10 @@ class WriteUp:
     @property
     def sentence(self) -> str:
         """How many questions are answered, and on which devices that was measured."""
-        devices = dict.fromkeys(one.answer.device for one in self.answered if one.answer is not None)
-        where = ", ".join(printable(device) for device in devices if device)
-        measured = f", measured on {where}" if where else ""
+        devices = [one.answer.device.rpartition("casts on ")[2] for one in self.answered if one.answer is not None]
+        by_device = Counter(printable(device).replace(", limited", " limited") for device in devices if device)
+        where = ", ".join(f"{device} ({counted(count, 'question')})" for device, count in by_device.most_common())
+        measured = f"; measured on {where}" if where else ""
         alone = sum(not one.measured and one.answer is not None for one in self.answered)
         predicted = f", {alone} of them by prediction alone" if alone else ""
         return f"{self.count} of {counted(len(self.answered), 'question')} answered{predicted}{measured}."
@@ -661,7 +659,7 @@ def write_up(
 ) -> WriteUp:
     """Each question answered from the material. machine: what the cells that were not measured are predicted for; None
     leaves them out. begun: called with each as soon as it is."""
-    answered: list[Answered] = []
+    answered, said = list[Answered](), list[Table]()
     runs = [run for run, _ in material.runs]
     for question in assignment.questions:
         why, answer = "", None
@@ -673,6 +671,8 @@ def write_up(
             answer = None
         measured = answer is not None
         more = predicted_cells(question, runs, machine) if machine is not None else ()
+        if not question.predicts:  # questions on the same cells say so once
+            more, said = tuple(table for table in more if table not in said), [*said, *more]
         if answer is not None and question.predicts != "out":
             answer = msgspec.structs.replace(answer, tables=(*answer.tables, *more))
         elif answer is None and any(table.rows for table in more):

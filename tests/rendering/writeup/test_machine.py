@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from stepscope.allocations.prediction.fit import budget_of_memory
-from stepscope.app.verbs.writeup import choose_cells, plan_text, within
+from stepscope.app.verbs.writeup import _commands, choose_cells, plan_text, within
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import find_run_files, load_run, load_runs
 from stepscope.core.units import GIB
@@ -103,6 +103,26 @@ def test_time_leaves_out_the_costliest_cells_first():
     assert kept[1].too_long[0].chosen["model"] == "2.7B"
 
 
+def test_small_commands_stand_in_where_time_is_too_short_for_the_fewest_cells():
+    names = ("accumulation", "attention", "attention-flash", "step-time")
+    chosen = [choose_cells(MEASURES[name], machine(79)) for name in names]
+    five, one = (within(minutes, machine(79), chosen) for minutes in (4, 1))
+    assert [each.first == (each.measure.words("small"),) for each in five] == [True, True, False, False]
+    assert len(five[-1].groups) > 1 and "longer" not in plan_text(machine(79), five, 4)
+    rows = plan_text(machine(79), one, 1).splitlines()
+    assert rows[-1] == (
+        "  This takes 1:28, not 1:00, and nothing here can be made shorter. The longest: attention 0:40, "
+        "attention-flash 0:30, step-time 0:13, accumulation 0:05."
+    )
+    assert "the small command, for time" in rows[3]
+
+
+def test_progress_is_said_by_the_command_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    chosen = [choose_cells(MEASURES["accumulation"], machine(11))]
+    assert [words for _, words in _commands(chosen, None, Target(file=tmp_path / "w.md"))] == [*chosen[0].first]
+    assert capsys.readouterr().err == "stepscope: measuring 1 of 1: stepscope study accumulation\n"
+
+
 PLAN = """\
 stepscope: card: 11.00 GiB for PyTorch's allocator; 20 TFLOP/s in a short forward pass.
   measure          cells                  about  left out
@@ -162,7 +182,7 @@ def test_what_was_not_measured_is_predicted_and_marked(tmp_path: Path):
     ]
     where = runs[0].environment
     assert where is not None
-    card = machine(11, name=where.device_name)
+    card = machine(11, name=where.device_name, too_long=("step-time medium-b4-s256-fp32-train",))
     found = write_up(CS336, Material(runs=tuple((run, tmp_path / "runs" / run.id) for run in runs)), card)
     by_id = {one.question.id: one for one in found.answered}
     times, peaks = by_id["benchmarking-b"].answer, by_id["memory-b"]
@@ -173,7 +193,13 @@ def test_what_was_not_measured_is_predicted_and_marked(tmp_path: Path):
     assert "2 measured cells" in table.notes[2].text
     by_cell = {row[0]: row for row in table.rows}
     assert by_cell["2.7B-b4-s1024-fp32-train"][-1] == "needs 104.36 GiB of 11.00 GiB"
-    assert by_cell["medium-b4-s128-fp32-train"][-1] == "left out for time, or not measured yet"
+    assert by_cell["medium-b4-s128-fp32-train"][-1] == "not measured yet"
+    assert by_cell["medium-b4-s256-fp32-train"][-1] == "left out for time"
+    seconds = [cell for row in table.rows for cell in row[2:-1] if isinstance(cell, float)]
+    assert seconds and all(float(f"{each:.2g}") == each for each in seconds), "a prediction has two digits"
+    sentences = [line.text for one in found.answered if one.answer is not None for table in one.answer.tables
+                 for line in table.notes if "asked for (" in line.text]  # fmt: skip
+    assert len(sentences) == len(set(sentences)), "questions on the same cells say once which were not measured"
     assert not peaks.measured and MEASURES["memory"] in found.missing(tmp_path)
     assert "by prediction alone" in found.sentence
     out = by_id["memory-f"].answer

@@ -197,11 +197,13 @@ def test_the_sweep_that_answers_a_question_best_is_asked(tmp_path: Path):
     """results/h200 holds sweeps of one question on a shared GPU, and within 80 GiB, beside clean ones; sweeps of many
     choices, in which a few cells are compiled; sweeps with captures and without."""
     material = gather([str(ROOT / "results/h200")], tmp_path)
-    found = {one.question.id: one.answer for one in write_up(CS336, material).answered}
+    document = write_up(CS336, material)
+    found = {one.question.id: one.answer for one in document.answered}
     lengths = found["benchmarking-lengths"]
     assert lengths is not None
     assert lengths.tables[0].notes[0].text == "Out of memory: xl-b4-s1024-fp32-train, 2.7B-b4-s1024-fp32-train."
-    assert "80.00 GiB of its memory allowed" in lengths.device
+    assert lengths.device == "NVIDIA H200, limited to 80.00 GiB"
+    assert document.sentence.count("H200 (") == document.sentence.count("H200 limited to 80.00 GiB (") == 1
     steps, bf16, peaks, kept = (found[name] for name in ("benchmarking-b", "precision-c", "memory-c", "memory-d"))
     assert steps is not None and "standard deviation of a phase is" in steps.tables[0].notes[0].text
     assert [row[:3] for row in steps.tables[0].rows[-1:]] == [("2.7B", "1024", "OOM")]

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import msgspec
 
 from stepscope.app.cli.output import emit
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose, warn
-from stepscope.core.formulas.spelled import parameters_of
+from stepscope.core.formulas.spelled import cell_name, parameters_of
 from stepscope.core.options import BUDGET, MEASURING, OUTPUT, Argument, Option, Rule, verb
 from stepscope.core.run import REPEATED
 from stepscope.core.units import GIB, counted, format_bytes, format_rate, parse_bytes
@@ -72,6 +73,8 @@ LADDER = ("tiny", "small", "medium", "large", "xl", "2.7B")
 """Models from the smallest to the largest: what is measured in place of one that does not fit."""
 _SLOW_TO_LEARN_S = 120.0
 """So much of the plan is taken as kept when the time that is left is forecast from what has been measured."""
+_WORTH_S = 10.0
+"""A small command stands in for a whole one where it saves so much."""
 _OWN_BYTES = GIB
 """What a GPU's driver may hold of it where no process does."""
 
@@ -104,7 +107,6 @@ def command(
     runs: Path,
 ) -> int:
     """Answer the questions of an assignment from stored runs; a question without data names its command."""
-    from stepscope.core.run_directory import load_runs
     from stepscope.rendering.picture import Drawer
     from stepscope.rendering.writeup import SCALES, Material, Target, assignment_named, gather, write_up
 
@@ -148,11 +150,9 @@ def command(
         document = written()
     chosen = [Chosen(measure=one, first=(one.words(size),)) for one in document.missing(target.store)]
     if machine is not None:
-        places = [(one.measure, one.measure.place(target.store)) for one in chosen]
-        there = {measure.name: load_runs([place])[0] for measure, place in places if place.is_dir()}
-        choices = [choose_cells(measure, machine, there.get(measure.name, ())) for measure, _ in places]
-        chosen = within(minutes, machine, choices)
-        print(plan_text(machine, chosen), file=sys.stderr, flush=True)
+        chosen = _planned([one.measure for one in chosen], machine, target, minutes)
+        machine = target.machine
+        document = written()  # what the plan leaves out for time is known
     failed: list[str] = []
     for one, words in _commands(chosen, machine, target):
         code = _measure(one.measure, words, target)
@@ -168,6 +168,28 @@ def command(
     return _said(document, target, run=run, failed=failed)
 
 
+def _planned(
+    measures: "Sequence[Measure]", machine: "Machine", target: "Target", minutes: float | None
+) -> "list[Chosen]":
+    """What is measured of each measure, which is printed; what is left out for time is remembered."""
+    from stepscope.core.run_directory import load_runs
+
+    places = [(measure, measure.place(target.store)) for measure in measures]
+    there = {measure.name: load_runs([place])[0] for measure, place in places if place.is_dir()}
+    choices = [choose_cells(measure, machine, there.get(measure.name, ())) for measure, _ in places]
+    chosen = within(minutes, machine, choices)
+    too_long = {*machine.too_long}
+    for one in chosen:
+        left, kept = (
+            {f"{one.measure.name} {cell_name(cell)}" for group in groups for cell in group.cells}
+            for groups in (one.too_long, one.groups)
+        )
+        too_long = (too_long | left) - kept
+    target.remember(msgspec.structs.replace(machine, too_long=tuple(sorted(too_long))))
+    print(plan_text(machine, chosen, minutes), file=sys.stderr, flush=True)
+    return chosen
+
+
 def _commands(
     chosen: "Sequence[Chosen]", machine: "Machine | None", target: "Target"
 ) -> "Iterator[tuple[Chosen, tuple[str, ...]]]":
@@ -179,8 +201,7 @@ def _commands(
         pace = (time.monotonic() - begun + _SLOW_TO_LEARN_S) / (spent + _SLOW_TO_LEARN_S)
         about = f", about {_clock(left * pace)} left" if machine is not None else ""
         for words in one.commands(machine):
-            command = one.measure.command(words, target.store)
-            warn(f"measuring {place + 1} of {len(chosen)}{about}: {command}")
+            warn(f"measuring {place + 1} of {len(chosen)}{about}: {shlex.join(('stepscope', *words))}")
             yield one, words
 
 
@@ -204,12 +225,34 @@ class Chosen:
     asked: int = 0
     done: int = 0
     why: str = ""
-    """Why what is asked for is not measured, where that is neither memory nor time."""
+    """Why what is asked for is not measured, where that is not for the size or the time of its cells."""
 
     @property
     def seconds(self) -> float:
         """How long it takes, as estimated."""
         return self.first_s + sum(self.group_s)
+
+    @property
+    def least_s(self) -> float:
+        """How long with as few cells as can be: one, or none beside a command that runs as it stands."""
+        return self.first_s if self.first else min(self.group_s, default=0.0)
+
+    @property
+    def saved_s(self) -> float:
+        """What the small command saves of that."""
+        return self.least_s - self.measure.small_s
+
+    def made_small(self, machine: "Machine") -> "Chosen":
+        """The small command in place of all that is chosen."""
+        return replace(
+            self,
+            first=(machine.takes(self.measure.words("small")),),
+            first_s=self.measure.small_s,
+            groups=(),
+            group_s=(),
+            too_long=(*self.too_long, *self.groups),
+            why=self.why if self.groups else "the small command, for time",
+        )
 
     def commands(self, machine: "Machine | None") -> list[tuple[str, ...]]:
         """The words of each command, in the order in which they run."""
@@ -303,9 +346,14 @@ def _group_seconds(measure: "Measure", group: "Group", machine: "Machine") -> fl
 
 def within(minutes: float | None, machine: "Machine", chosen: Sequence[Chosen]) -> list[Chosen]:
     """The measures with what can be measured in so many minutes: the costliest groups are left out first, but on a GPU
-    the last of none."""
-    budget_s = 60 * (minutes or (MINUTES_ON_GPU if machine.on_gpu else MINUTES_ON_CPU))
+    the last of none. Where even those last take longer, small commands stand in for what they save most of."""
+    budget_s = _budget_s(minutes, machine)
     kept = list(chosen)
+    while machine.on_gpu and sum(one.least_s for one in kept) > budget_s:
+        i = max(range(len(kept)), key=lambda i: kept[i].saved_s)
+        if kept[i].saved_s < _WORTH_S:
+            break
+        kept[i] = kept[i].made_small(machine)
     while sum(one.seconds for one in kept) > budget_s:
         groups = [
             (seconds, i, j)
@@ -326,7 +374,11 @@ def within(minutes: float | None, machine: "Machine", chosen: Sequence[Chosen]) 
     return kept
 
 
-def plan_text(machine: "Machine", chosen: Sequence[Chosen]) -> str:
+def _budget_s(minutes: float | None, machine: "Machine") -> float:
+    return 60 * (minutes or (MINUTES_ON_GPU if machine.on_gpu else MINUTES_ON_CPU))
+
+
+def plan_text(machine: "Machine", chosen: Sequence[Chosen], minutes: float | None = None) -> str:
     """What is measured, about how long each takes, and what is left out and why, as a table for the terminal."""
     rows = [("measure", "cells", "about", "left out")]
     for one in chosen:
@@ -350,7 +402,20 @@ def plan_text(machine: "Machine", chosen: Sequence[Chosen]) -> str:
     head = f"stepscope: {machine.name}: {machine.memory.said}; {rate} in a short forward pass."
     bf16 = () if machine.has_bf16 else ("  This GPU has no bf16: fp16 is measured instead, and sdpa instead of flash.",)
     end = "  What is left out is predicted, and marked so. Ctrl-C keeps what is there; the same command goes on."
-    return "\n".join((head, *bf16, *lines, end))
+    return "\n".join((head, *bf16, *lines, end, *_longer(minutes, machine, chosen)))
+
+
+def _longer(minutes: float | None, machine: "Machine", chosen: Sequence[Chosen]) -> list[str]:
+    """That the plan takes longer than was asked for, and what takes longest of that which cannot be made shorter."""
+    budget_s, takes_s = _budget_s(minutes, machine), sum(one.seconds for one in chosen)
+    if takes_s <= budget_s:
+        return []
+    longest = sorted(chosen, key=lambda one: one.seconds, reverse=True)[:4]
+    named = ", ".join(f"{one.measure.name} {_clock(one.seconds)}" for one in longest)
+    return [
+        f"  This takes {_clock(takes_s)}, not {_clock(budget_s)}, and nothing here can be made shorter. The longest: "
+        f"{named}."
+    ]
 
 
 def _after(flag: str, words: Sequence[str]) -> str:
@@ -407,6 +472,7 @@ def _this_machine(target: "Target", memory: int | None) -> "Machine":
         gpus=max(len(gpus), 1) if on_gpu else 0,
         capability=(int(major), int(minor)) if major and minor else None,
         memory_limit_bytes=memory,
+        too_long=before.too_long if (before := target.machine) is not None else (),
     )
     target.remember(machine)
     return machine
