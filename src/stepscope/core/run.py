@@ -33,9 +33,7 @@ def instant_of(text: str) -> float:
         return 0.0
 
 
-_FIRST_SETTINGS = (
-    "warmup_floor", "warmup_cap", "warmup_seconds", "steps_floor", "steps_cap", "seconds", "profile",
-)  # fmt: skip
+_FIRST_SETTINGS = ("warmup_floor", "warmup_cap", "warmup_seconds", "steps_floor", "steps_cap", "seconds", "profile")
 """The fields that every digest has, see core/files.py. Do not add to it."""
 
 

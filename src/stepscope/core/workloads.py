@@ -90,9 +90,7 @@ GRAPHS: tuple[str, ...] = get_args(Graph)
 PROJECTIONS: tuple[str, ...] = get_args(Projections)
 OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 
-_FIRST_FIELDS = (
-    "model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer", "seed",
-)  # fmt: skip
+_FIRST_FIELDS = ("model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer", "seed")
 """The fields that every digest has, see core/files.py. Do not add to it."""
 
 

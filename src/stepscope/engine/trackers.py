@@ -134,8 +134,10 @@ def _alive(module: str, name: str) -> list[Any]:
 
 
 _INTO: dict[str, Callable[[Figures, int], str | None]] = {
-    "wandb": _into_wandb, "mlflow": _into_mlflow, "tensorboard": _into_tensorboard,
-}  # fmt: skip
+    "wandb": _into_wandb,
+    "mlflow": _into_mlflow,
+    "tensorboard": _into_tensorboard,
+}
 
 
 # Into a run that is made for them.
@@ -171,5 +173,7 @@ def _described(run: Run) -> dict[str, str]:
 
 
 _OWN: dict[str, Callable[[Figures, Run, Path], str]] = {
-    "wandb": _own_wandb, "mlflow": _own_mlflow, "tensorboard": _own_event_file,
-}  # fmt: skip
+    "wandb": _own_wandb,
+    "mlflow": _own_mlflow,
+    "tensorboard": _own_event_file,
+}

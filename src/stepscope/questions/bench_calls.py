@@ -508,8 +508,9 @@ class _Room:
         verdicts: list[Verdict] = []
 
         def unjudged(name: str, label: str, call: Call, why: str) -> Verdict:
-            return Verdict(function=name, case=label, inputs=words_of(call), dtype=asked.dtype, judged="not judged",
-                           reason=why)  # fmt: skip
+            return Verdict(
+                function=name, case=label, inputs=words_of(call), dtype=asked.dtype, judged="not judged", reason=why
+            )
 
         for label, varied in self._variations(sizes, call):
             alike = (label, AS_TIMED) if label == SMALL else (label,)

@@ -140,9 +140,7 @@ class FunctionCalls:
             one.backward()
         self.timing.synchronize()
         peak = torch.cuda.max_memory_allocated(self.device) - before if on_gpu else None
-        found = PassMemory(
-            saved=saved, outs=outs, alive_bytes=alive, peak_bytes=peak, result_bytes=one.result_bytes
-        )  # fmt: skip
+        found = PassMemory(saved=saved, outs=outs, alive_bytes=alive, peak_bytes=peak, result_bytes=one.result_bytes)
         one.prepare()
         return found
 

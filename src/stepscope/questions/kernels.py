@@ -400,10 +400,11 @@ def _growth(cells: list[CapturedCell]) -> tuple[Finding, ...]:
         return ()
     middle = {family: statistics.median(ratios) for family, ratios in grown.items()}
     said = [
-        f"{min(grown[family]):.3g} to {max(grown[family]):.3g} times as long in {family}" if len(grown[family]) > 1
+        f"{min(grown[family]):.3g} to {max(grown[family]):.3g} times as long in {family}"
+        if len(grown[family]) > 1
         else f"{middle[family]:.3g} times as long in {family}"
         for family in sorted(middle, key=lambda family: -middle[family])
-    ]  # fmt: skip
+    ]
     faster = [family for family, ratio in middle.items() if ratio > 1.5 * longer]
     why = (
         f" What grows faster than the {longer:.3g} times as many tokens works on the scores of attention, which are "

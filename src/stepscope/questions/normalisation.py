@@ -213,10 +213,13 @@ def _verdict(limits: list[NormLimits], by_scale: list[NormCase]) -> Iterator[Fin
         return
     for limit in (limit for limit in limits if limit.format != "fp32"):
         sound = {
-            way: [case.output.error for case in layer_norms if (case.format, case.way) == (limit.format, way)
-                  and not case.output.broken and not case.spread.broken]
+            way: [
+                case.output.error
+                for case in layer_norms
+                if (case.format, case.way) == (limit.format, way) and not case.output.broken and not case.spread.broken
+            ]
             for way in (MEAN, UPCAST)
-        }  # fmt: skip
+        }
         if not sound[MEAN] or not sound[UPCAST]:
             continue
         off, upcast = max(sound[MEAN]), max(sound[UPCAST])

@@ -231,10 +231,12 @@ SWALLOWED = Question(
 ToyOrModel = Annotated[
     str | None,
     Option(
-        "A toy, a preset, or the config.json of a Hugging Face model.", MODEL, takes=model_names,
+        "A toy, a preset, or the config.json of a Hugging Face model.",
+        MODEL,
+        takes=model_names,
         choices=("toy", *PRESETS),
     ),
-]  # fmt: skip
+]
 AutocastDtype = Annotated[str, Option("", WORKLOAD, choices=("fp16", "bf16"))]
 Rules = Annotated[
     str | None,

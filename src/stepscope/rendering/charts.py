@@ -280,9 +280,7 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
     # one legend, of dashed shapes that read badly.
     colours = {"domain": lines, "range": colours_of(lines)}
     by_colour = {"title": frame.line_title or None, "symbolType": "circle"} if len(lines) > 1 else None
-    by_dash = {
-        "title": frame.style_title or None, "symbolType": "stroke", "symbolSize": 500, "symbolStrokeColor": INK
-    }  # fmt: skip
+    by_dash = {"title": frame.style_title or None, "symbolType": "stroke", "symbolSize": 500, "symbolStrokeColor": INK}
     by_shape = {"title": frame.style_title or None, "symbolFillColor": INK}
     dash, shape = _value(DASHES[0]), _value(SHAPES[0])
     if len(styles) > 1 and joined:

@@ -447,12 +447,14 @@ GAUGES = {
     "sent_bytes_by_formula": ("sent_by_formula_bytes", "bytes", "Bytes that a rank sends in a step, by formula."),
     "communication_s": ("communication_seconds", "seconds", "Time in which a rank communicates in a step."),
     "exposed_communication_s": (
-        "exposed_communication_seconds", "seconds", "Communication while a rank computes nothing.",
+        "exposed_communication_seconds",
+        "seconds",
+        "Communication while a rank computes nothing.",
     ),
     "overlap_share": ("overlap_ratio", "ratio", "Share of communication that computation hides."),
     "kept_bytes": ("kept_bytes", "bytes", "Parameters and optimizer state that a rank keeps between steps."),
     "kept_bytes_by_formula": ("kept_by_formula_bytes", "bytes", "The same by formula."),
-}  # fmt: skip
+}
 """By the names of a summary: the gauge's name, its unit and its help. A help never changes from run to run: a collector
 of several files demands it."""
 

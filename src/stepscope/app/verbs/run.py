@@ -225,10 +225,14 @@ def _measured_by_ranks(request: StepRequest, tell: Tell) -> Measured:
             tell(Stage(name=cell.stage, detail=cell.detail))
 
     plan = SweepPlan(
-        cells=(Cell(workload=request.workload, settings=request.settings),), devices=(request.device,),
-        out=request.out, tag=request.tag, peak_flops_per_s=request.peak_flops_per_s, trace=request.trace,
+        cells=(Cell(workload=request.workload, settings=request.settings),),
+        devices=(request.device,),
+        out=request.out,
+        tag=request.tag,
+        peak_flops_per_s=request.peak_flops_per_s,
+        trace=request.trace,
         memory=request.memory,
-    )  # fmt: skip
+    )
     try:
         (result,) = run_sweep(plan, Policy(fresh=True, refuses=True), tell_of_cell)
     except SweepInterrupted as interruption:

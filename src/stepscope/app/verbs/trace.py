@@ -176,15 +176,18 @@ _OF_A_PART = ("--range", "--phase", "--step", "--module", "--device", "--stream"
         Rule("conflict", ("--cut", "--against"), f"--cut writes one capture, {_COMPARED}: ask for one after the other"),
         Rule("conflict", ("--save", "--against"), f"--save draws one capture, {_COMPARED}: leave one of them out"),
         Rule(
-            "conflict", ("--perfetto", "--against"),
+            "conflict",
+            ("--perfetto", "--against"),
             f"--perfetto shows one whole capture, {_COMPARED}: ask for one after the other",
         ),
         Rule(
-            "alone", ("--perfetto",),
-            "--perfetto shows one whole capture, other options show a part: ask for one after the other", _OF_A_PART,
+            "alone",
+            ("--perfetto",),
+            "--perfetto shows one whole capture, other options show a part: ask for one after the other",
+            _OF_A_PART,
         ),
     ),
-)  # fmt: skip
+)
 def command(
     file: Annotated[
         list[str],

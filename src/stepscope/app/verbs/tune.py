@@ -84,9 +84,13 @@ def tune(
         of_model = {"model": model} if model else {}
         workload = OneWorkload({**of_model, **choices}).workload(**usual_sizes(on_gpu=on_gpu))
     with Racing(
-        device=device, out=_folder(runs, workload), budget_s=budget_s, memory_limit_bytes=limit, tag=tag or "tune",
+        device=device,
+        out=_folder(runs, workload),
+        budget_s=budget_s,
+        memory_limit_bytes=limit,
+        tag=tag or "tune",
         fresh=fresh,
-    ) as racing:  # fmt: skip
+    ) as racing:
         tuned = search(
             workload, racing, device=device, on_gpu=on_gpu, kept=kept, named=named, memory_limit_bytes=limit, tell=tell
         )

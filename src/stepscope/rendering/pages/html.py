@@ -428,9 +428,7 @@ def _to_draw(answer: Answer) -> Answer | None:
     panels = tuple(panel for panel in answer.panels if panel.kind not in OWN)
     if not any(panel.points for panel in panels):
         return None
-    return msgspec.structs.replace(
-        answer.body(), panels=panels, tables=(), findings=()
-    )  # fmt: skip
+    return msgspec.structs.replace(answer.body(), panels=panels, tables=(), findings=())
 
 
 def _pictures(svg: str, place: int, title: str) -> list[str]:

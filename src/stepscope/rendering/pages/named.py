@@ -164,8 +164,9 @@ def _figures(runs: Sequence[Run], done: Sequence[Run], worst: Figure) -> tuple[F
     of_train = ", training" if len(phases) > 1 and whole else ""
 
     # A model that takes no tokens is ranked by samples per second.
-    rate, things = (metrics.tokens_per_s, "tokens") if any(map(metrics.tokens_per_s, done)) else (
-        metrics.samples_per_s, "samples")  # fmt: skip
+    rate, things = (
+        (metrics.tokens_per_s, "tokens") if any(map(metrics.tokens_per_s, done)) else (metrics.samples_per_s, "samples")
+    )
 
     def most(
         rivals: Sequence[Run], name: str, read: Callable[[Run], float | None], shown: Callable[[float], str]
