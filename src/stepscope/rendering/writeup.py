@@ -521,7 +521,8 @@ def predicted_cells(question: Question, runs: Sequence[Run], machine: Machine) -
         scaled = {phase: scalings[cell.dtype, phase] for phase in phases if phase in phase_work(cell)}
         useful = {phase: scaling.seconds(cell) for phase, scaling in scaled.items() if scaling.is_useful}
         times = [float(f"{useful[phase]:.2g}") if useful.get(phase) else None for phase in phases]
-        why = f"needs {format_bytes(peak)} of {format_bytes(machine.memory.usable_bytes)}"
+        margin = " and a margin" if peak <= machine.memory.usable_bytes else ""
+        why = f"needs {format_bytes(peak)}{margin} of {format_bytes(machine.memory.usable_bytes)}"
         if measure.of_memory and not machine.on_gpu:
             why = "a CPU counts no peak"
         elif will_fit(cell, machine.memory):
@@ -530,7 +531,9 @@ def predicted_cells(question: Question, runs: Sequence[Run], machine: Machine) -
     columns = (("cell", ""), ("peak GiB", ".2f"), *((phase, "s") for phase in phases), ("why", ""))
     notes = [Line("Predicted; nothing in this table was measured.", "strong")]
     notes.append(Line("Peaks: PyTorch's allocator on a GPU, played through over the step's tensors (stepscope fit)."))
-    notes += [Line(_said_of(scaling, dtype, lacking)) for (dtype, _), scaling in scalings.items()]
+    notes += [Line(_said_of(scaling, dtype, lacking)) for (dtype, _), scaling in scalings.items() if scaling.cells]
+    never = [f"{phase} in {dtype}" for (dtype, phase), scaling in scalings.items() if not scaling.cells]
+    notes += [Line(f"Times of {', '.join(never)}: none was measured here, so none is scaled.")] if never else []
     notes += [Line(f"Memory here: {machine.memory.said}.")] if machine.on_gpu else []
     return (table_of(*columns, title="Asked for and not measured here: predicted", rows=rows, notes=tuple(notes)),)
 
@@ -548,14 +551,12 @@ def _why_out(lacking: Sequence[TextbookWorkload], machine: Machine) -> tuple[Tab
 
 def _said_of(scaling: Scaling, dtype: str, lacking: Sequence[TextbookWorkload]) -> str:
     """From which cells the times of a phase are scaled, how far, and how well the same scaling meets those."""
-    name = f"{scaling.phase} in {dtype}"
-    if not scaling.cells:
-        return f"Times of {name}: none was measured here, so none is scaled."
     small, large = (edge(scaling.cells, key=lambda each: step_flops(each[0]))[0] for edge in (min, max))
     terms = "its bytes" if scaling.phase == OPTIMIZER else "FLOPs, activations and scores"
     terms += f" (products at most at the measured {format_rate(scaling.ceiling, 'FLOP/s')})" if scaling.ceiling else ""
     measured = counted(len(scaling.cells), "measured cell")
-    said = f"Times of {name}: by {terms} from {measured} ({cell_name(small)} to {cell_name(large)})"
+    names = " to ".join(dict.fromkeys((cell_name(small), cell_name(large))))
+    said = f"Times of {scaling.phase} in {dtype}: by {terms} from {measured} ({names})"
     reach = max(map(step_flops, lacking)) / step_flops(large)
     if reach > _FAR:
         said += f", up to {reach:.0f} times the FLOPs of the largest"

@@ -195,6 +195,10 @@ def test_what_was_not_measured_is_predicted_and_marked(tmp_path: Path):
     assert by_cell["2.7B-b4-s1024-fp32-train"][-1] == "needs 104.36 GiB of 11.00 GiB"
     assert by_cell["medium-b4-s128-fp32-train"][-1] == "not measured yet"
     assert by_cell["medium-b4-s256-fp32-train"][-1] == "left out for time"
+    precision = by_id["precision-c"].answer
+    assert precision is not None and precision.tables[-1].columns == ("cell", "peak GiB", "forward", "backward", "why")
+    lines = [line.text for line in precision.tables[-1].notes if "none was measured here" in line.text]
+    assert lines == ["Times of forward in bf16, backward in bf16: none was measured here, so none is scaled."]
     seconds = [cell for row in table.rows for cell in row[2:-1] if isinstance(cell, float)]
     assert seconds and all(float(f"{each:.2g}") == each for each in seconds), "a prediction has two digits"
     sentences = [line.text for one in found.answered if one.answer is not None for table in one.answer.tables
