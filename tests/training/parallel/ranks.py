@@ -1,5 +1,6 @@
 """Runs a function on several ranks that talk over gloo, each a process, and brings home what each returns."""
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from stepscope.core.interrupts import leave
 from stepscope.training.training_step import Ranks
+from tests.interpreter import quicken
 
 _IMPORTED = [
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest",
@@ -65,6 +67,9 @@ def _rank(
     os.environ.clear()
     os.environ.update(variables)
     torch.set_num_threads(1)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        importlib.import_module("triton.runtime.interpreter")
+        quicken()
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(function(rank, count)))
     dist.destroy_process_group()

@@ -31,6 +31,8 @@ from tests.training.parallel.ranks import Here, on_ranks
 WORKLOAD = TextbookWorkload(model=configure("tiny", layers=2, vocabulary=101), batch_size=4, seq_len=8)
 SMALL = configure("tiny", layers=2, d_model=16, d_ff=32, heads=4, vocabulary=64)
 CPU = torch.device("cpu")
+FEWER_STEPS = 3
+"""As many as it takes for a loss to follow from an update that followed from one. A run's own check takes more."""
 
 
 def sums(whole: Whole, ranks: Ranks) -> Spread:
@@ -138,7 +140,9 @@ def fused_against_one(strategy: str, loss: str, rank: int, ranks: int) -> bool:
     model = configure("tiny", layers=1, d_model=32, d_ff=32, heads=2, vocabulary=33)
     workload = msgspec.structs.replace(WORKLOAD, model=model, batch_size=2, seq_len=4, **parts, loss=loss)
     make_parts = functools.partial(textbook_parts, workload, CPU)
-    return check_ranks(strategy, make_parts, workload, CPU, Here(rank, ranks)).passed
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(correctness, "STEPS", FEWER_STEPS)
+        return check_ranks(strategy, make_parts, workload, CPU, Here(rank, ranks)).passed
 
 
 WRONG: dict[str, Strategy] = {
@@ -211,6 +215,7 @@ def computed_once(expected: Callable[..., Any]) -> Callable[..., Any]:
 def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
     """The verdict on every strategy, in fp32 and for some in bf16, and on those that are wrong."""
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(correctness, "STEPS", FEWER_STEPS)
         patched.setattr(correctness, "_expected", computed_once(correctness._expected))
         verdicts = every_verdict(rank, ranks)
     return {"verdicts": verdicts, "norms": norms(Here(rank, ranks))}
