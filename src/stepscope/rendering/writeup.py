@@ -558,7 +558,7 @@ def _said_of(scaling: Scaling, dtype: str, lacking: Sequence[TextbookWorkload]) 
     names = " to ".join(dict.fromkeys((cell_name(small), cell_name(large))))
     said = f"Times of {scaling.phase} in {dtype}: by {terms} from {measured} ({names})"
     reach = max(map(step_flops, lacking)) / step_flops(large)
-    if reach > _FAR:
+    if reach > _FAR and scaling.phase != OPTIMIZER:
         said += f", up to {reach:.0f} times the FLOPs of the largest"
     if not (errors := scaling.errors):
         return f"{said}; too few to say how far off that is."
