@@ -7,6 +7,7 @@ import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from stepscope.allocations.answer import answer_memory
 from stepscope.allocations.at_moment import moment_at
 from stepscope.allocations.explain import explain
 from stepscope.allocations.prediction.answer import answer_fit, answer_tensors
-from stepscope.allocations.prediction.estimate import kept_by_block
+from stepscope.allocations.prediction.estimate import estimate_quickly, kept_by_block
 from stepscope.allocations.prediction.fit import budget_of_memory, budget_of_total, fit
 from stepscope.allocations.snapshot import read_snapshot
-from stepscope.core.answer import Answer, Line, Panel, as_lines, known_columns
+from stepscope.core.answer import Answer, Cell, Line, Panel, as_lines, known_columns, table_of
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.figures import doubting_kinds
 from stepscope.core.formulas.spelled import cell_name, parameters_of
-from stepscope.core.model_config import EDITIONS
+from stepscope.core.formulas.transformer import recomputed_flops, step_flops
+from stepscope.core.model_config import EDITIONS, configure
 from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 from stepscope.core.units import counted, format_share
@@ -43,6 +45,8 @@ from stepscope.runs.metrics import peak_bytes, samples_of
 from stepscope.runs.tables import Statistic, TableQuery, answer_table, build_records, table_panels
 from stepscope.traces.kernels.families import explain_kernel
 from stepscope.traces.kernels.names import kernel_label
+from stepscope.traces.ranks import captures_in, load_job
+from stepscope.traces.ranks_answer import answer_job, check_job
 
 PLAIN: dict[str, str] = {"attention": "reference", "compile": "eager", "checkpointing": "none"}
 """The choices of a step of which the first questions ask."""
@@ -168,9 +172,8 @@ def what_bits_change(runs: list[Run]) -> str:
             peaks[phase, cell, "bf16"] / peaks[phase, cell, "fp32"] for cell in cells if (phase, cell, "bf16") in peaks
         ]
         if ratios:
-            said.append(
-                f"{min(ratios):.2f} to {max(ratios):.2f} times in {counted(len(ratios), 'cell')} of phase {phase}"
-            )
+            ends = dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios)))
+            said.append(f"{' to '.join(ends)} times in {counted(len(ratios), 'cell')} of phase {phase}")
     return f"The peak in bf16 beside fp32's: {', '.join(said)}." if said else ""
 
 
@@ -184,9 +187,9 @@ def warmup(material: Material) -> Answer | None:
     return replace(chosen, runs=used, left={}).beside(answer_warmup(runs))
 
 
-def captured(material: Material) -> Chosen | None:
+def captured(material: Material, models: str = "") -> Chosen | None:
     """The plain steps in fp32 of which there are captures, and those that ran out of memory: of the folder with most
-    phases and cells, and of others what it lacks."""
+    phases and cells, and of others what it lacks. models: those asked about; empty: all."""
 
     def phases(runs: list[Run]) -> int:
         return len({run.workload.phase for run in runs if run.evidence.captures})
@@ -194,15 +197,16 @@ def captured(material: Material) -> Chosen | None:
     def keep(run: Run) -> bool:
         return bool(run.evidence.captures) or run.status == "out-of-memory"
 
-    folders = material.folders({"dtype": "fp32", **_PHASES}, widest=True, first=phases, keep=keep, vary=_GRID)
+    wanted = _of(models, {"dtype": "fp32", **_PHASES})
+    folders = material.folders(wanted, widest=True, first=phases, keep=keep, vary=_GRID)
     return next(iter(folders), None)
 
 
-def kernels(letters: str) -> Source:
+def kernels(letters: str, models: str = "") -> Source:
     """Questions of the study of kernels, of the sweep with most captures."""
 
     def source(material: Material) -> Answer | None:
-        chosen = captured(material)
+        chosen = captured(material, models)
         cells: list[CapturedCell] = []
         for run, directory in chosen.runs if chosen else ():
             digests = [material.digest(run, directory, tool) for tool in TRACE_TOOLS]
@@ -218,12 +222,12 @@ def kernels(letters: str) -> Source:
     return source
 
 
-def speed(material: Material) -> Answer | None:
+def speed(material: Material, models: str = "") -> Answer | None:
     """Precision: the same step in fp32 and fewer bits, of the folder with most models. A capture says why: what of the
     step are products, which alone become faster."""
     studies = [
         (chosen, [TimedCell(run=run, digest=material.digest(run, at, "kineto")) for run, at in chosen.runs])
-        for chosen in material.folders({"phase": "forward-backward,train", "accumulation": "1", **PLAIN})
+        for chosen in material.folders(_of(models, {"phase": "forward-backward,train", "accumulation": "1", **PLAIN}))
         if len({run.workload.dtype for run, _ in chosen.runs}) > 1
     ]
 
@@ -252,13 +256,15 @@ def beside(
     return source
 
 
-def parallel(kinds: Sequence[str], *titles: str) -> Source:
-    """What the study of strategies found of these kinds, with these tables, in the largest folder with ranks."""
+def parallel(kinds: Sequence[str], *titles: str, of: str = "") -> Source:
+    """What the study of strategies found of these kinds, with these tables, in the largest folder with ranks. of: how
+    the name of a strategy begins without which the folder does not answer."""
 
     def source(material: Material) -> Answer | None:
         for chosen in material.folders({"phase": "train"}):
             runs = [run for run, _ in chosen.runs]
-            if any(run.shared is not None for run in runs) and any(run.workload.ranks == 1 for run in runs):
+            shared = any(run.shared is not None and run.workload.parallel.startswith(of) for run in runs)
+            if shared and any(run.workload.ranks == 1 for run in runs):
                 with contextlib.suppress(InputError):  # no batch was measured both ways
                     part = part_of(answer_parallel(SharedCell(run=run) for run in runs), kinds, titles)
                     return chosen.beside(part)
@@ -267,12 +273,69 @@ def parallel(kinds: Sequence[str], *titles: str) -> Source:
     return source
 
 
-def recorded_memory(material: Material) -> Answer | None:
+def traced_ranks(material: Material) -> Answer | None:
+    """Where the time of the ranks of a fully sharded step goes, by their captures; of the newest that has them all."""
+    traced = [
+        (run, directory)
+        for run, directory in material.runs
+        if run.workload.parallel.startswith("fsdp") and (directory / "rank-1").is_dir()
+    ]
+    for run, directory in sorted(traced, key=lambda one: one[0].created, reverse=True):
+        with contextlib.suppress(InputError):  # damaged, or not of all ranks
+            job = load_job(captures_in(directory), say=lambda _: None)
+            left = {other.parent: "an older one" for _, other in traced if other != directory}
+            answer = answer_job(job, check_job(job), cell_name(run.workload))
+            shares = [rank.exposed_ns / max(1, rank.end_ns - rank.start_ns) for rank in job.ranks]
+            ends = dict.fromkeys(map(format_share, (min(shares), max(shares))))
+            said = (
+                f"{cell_name(run.workload)}: all-gathers and reduce-scatters together are waited for, while a rank "
+                f"computes nothing, for {' to '.join(ends)} of a step; what else they take ends behind computing."
+            )
+            first, *others = answer.tables
+            first = msgspec.structs.replace(first, notes=(*as_lines(said), *first.notes))
+            answer = msgspec.structs.replace(answer, tables=(first, *others))
+            return Chosen(runs=[(run, directory)], left=left, within=material.within).beside(answer)
+    return None
+
+
+def growth_of_checkpointing(_: Material) -> Answer:
+    """What the step of the newer xl keeps by depth, for groups of blocks and for calls that hold calls, by
+    arithmetic; nothing needs to have been measured."""
+    steps = [
+        TextbookWorkload(
+            model=configure(_XL, layers=layers), batch_size=4, seq_len=2048, dtype="bf16", phase="train",
+            checkpointing=checkpointing,
+        )
+        for layers in (16, 32, 64)
+        for checkpointing in ("every-1", "every-2", "every-4", "nested-2")
+    ]  # fmt: skip
+    rows: list[tuple[Cell, ...]] = []
+    for step in steps:
+        predicted = estimate_quickly(step)
+        again = recomputed_flops(step) / step_flops(step)
+        kept = predicted.saved_for_backward
+        rows.append((step.layers, step.checkpointing, kept, predicted.peak_bytes, predicted.peak_phase, again))
+    table = table_of(
+        "layers", "checkpointing", ("there more when forward ends", "B"), ("peak", "B"), "in",
+        ("FLOPs again", "%"),
+        rows=rows,
+        notes=(
+            Line(f"Predicted for {_XL} at 4 x 2048 in bf16, without the allocator's remainders.", "strong"),
+            Line("Groups keep an input each, so they grow with the number of layers. Calls of halves (nested-2) keep "
+                 "two when forward ends, and in backward one for each level of halving: the levels grow with the "
+                 "logarithm of the layers, and with them what runs again."),
+        ),
+    )  # fmt: skip
+    return Answer(study="fit", question="", tables=(table,))
+
+
+def recorded_memory(material: Material, models: str = "") -> Answer | None:
     """What the largest recorded step held at its peak, and its timeline: of training, where that was recorded to its
     end; else as far as memory sufficed, or of forward."""
     recorded = [
         (run, directory, file)
         for run, directory in material.runs
+        if not models or run.workload.name in models.split(",")
         if "memory" in run.artifacts and (file := directory / run.artifacts["memory"]).is_file()
     ]
 
@@ -291,26 +354,26 @@ def recorded_memory(material: Material) -> Answer | None:
     return chosen.beside(answer_memory(explained, moment_at(explained, None)))
 
 
-def kept_tensors(material: Material) -> Answer | None:
+def kept_tensors(material: Material, models: str = "") -> Answer | None:
     """The sizes of what the largest measured step keeps for backward, by arithmetic."""
-    if (largest := _largest(material)) is None:
+    if (largest := _largest(material, models)) is None:
         return None
     run, workload = largest
     return _predicted(answer_tensors(workload, kept_by_block(workload)), run)
 
 
-def arithmetic_of_peak(material: Material) -> Answer | None:
+def arithmetic_of_peak(material: Material, models: str = "") -> Answer | None:
     """The bytes of parameters, gradients, optimizer and activations of that step, by arithmetic."""
-    if (largest := _largest(material)) is None:
+    if (largest := _largest(material, models)) is None:
         return None
     run, workload = largest
     on_cpu = run.environment is not None and run.environment.device_type == "cpu"
     return _predicted(answer_fit(fit(workload, device_type="cpu" if on_cpu else "cuda")), run)
 
 
-def why_out(material: Material) -> Answer | None:
+def why_out(material: Material, models: str = "") -> Answer | None:
     """The arithmetic of the smallest step that ran out of memory in the widest sweep, against the memory it had."""
-    for folder in material.folders(_TRAIN, widest=True):
+    for folder in material.folders(_of(models, _TRAIN), widest=True):
         out = [
             (run, run.workload)
             for run, _ in folder.runs
@@ -328,11 +391,11 @@ def why_out(material: Material) -> Answer | None:
     return None
 
 
-def kernel_names(material: Material) -> Answer | None:
+def kernel_names(material: Material, models: str = "") -> Answer | None:
     """What the names of the longest kernels say, of the sweep with most captures."""
     wanted = ("family", "library", "does", "layout", "products", "cut")
     rows: dict[str, tuple[str | None, ...]] = {}
-    chosen = captured(material)
+    chosen = captured(material, models)
     for run, directory in chosen.runs if chosen else ():
         digest = next(filter(None, (material.digest(run, directory, tool) for tool in TRACE_TOOLS)), None)
         for row in digest.top if digest is not None else ():
@@ -352,7 +415,12 @@ def _predicted(answer: Answer, run: Run) -> Answer:
     return msgspec.structs.replace(answer, tables=(first, *tables[1:]))
 
 
-def _largest(material: Material) -> tuple[Run, TextbookWorkload] | None:
+def _of(models: str, wanted: Mapping[str, str]) -> dict[str, str]:
+    """What is wanted of runs, of these models alone where some are named."""
+    return {**wanted, "model": models} if models else dict(wanted)
+
+
+def _largest(material: Material, models: str = "") -> tuple[Run, TextbookWorkload] | None:
     """The largest measured step of training whose sizes are known, with its workload."""
 
     def size(step: tuple[Run, TextbookWorkload]) -> tuple[int, int, bool]:
@@ -361,7 +429,7 @@ def _largest(material: Material) -> tuple[Run, TextbookWorkload] | None:
 
     steps = [
         (run, run.workload)
-        for folder in material.folders({"phase": "train", **PLAIN})
+        for folder in material.folders(_of(models, {"phase": "train", **PLAIN}))
         for run, _ in folder.runs
         if run.status == "done" and run.workload.sizes is not None
     ]
@@ -681,8 +749,9 @@ _RECORDED_26 = replace(
 _LEVELS = Measure(
     "checkpointing",
     46,
-    "sweep --model cs336-2026-xl --batch-size 4 --seq-len 2048 --phase train --checkpointing every-1,every-2,every-4",
-    "sweep --model tiny --seq-len 64 --phase train --checkpointing every-1,every-2,every-4 --steps 5",
+    "sweep --model cs336-2026-xl --batch-size 4 --seq-len 2048 --dtype bf16 --phase train "
+    "--checkpointing none,every-1,every-2,every-4",
+    "sweep --model tiny --seq-len 64 --dtype bf16 --phase train --checkpointing none,every-1,every-2,every-4 --steps 5",
     of_memory=True,
 )
 _FLASH_26 = replace(_FLASH, name="attention-flash-2026", full="study attention --preset cs336-2026", takes_s=240)
@@ -702,6 +771,8 @@ _CLOSED_FORMS = Measure(
     "answer",
     takes_memory=False,
 )
+# Its search tries more where the caches of the compilers hold what it compiles: TORCHINDUCTOR_CACHE_DIR and
+# TRITON_CACHE_DIR name empty ones.
 _FASTEST = Measure(
     "fastest-step",
     70,
@@ -714,7 +785,23 @@ _FASTEST = Measure(
     takes_memory=False,
     small_s=60,
 )
-_OF_XL = {"model": f"tiny,{_XL}", **_PHASES}
+_FSDP_TRACED = Measure(
+    "fsdp-traced",
+    59,
+    "sweep --model cs336-2026-xl --seq-len 512 --dtype bf16 --phase train --parallel fsdp2 --ranks 2 --record kineto",
+    "sweep --model tiny --seq-len 64 --phase train --parallel fsdp-textbook --ranks 2 --device cpu --steps 5 "
+    "--record kineto",
+    gpus=2,
+    takes_s=60,
+    small_s=40,
+)
+
+
+def _of_xl(rows: str, columns: str, lengths: str, where: Mapping[str, str], **more: Any) -> Source:
+    """The peaks of xl at these lengths; where none of it was measured, of tiny, which small commands measure."""
+    asked = table(rows, columns, "peak_memory", where={**where, "model": _XL, "seq_len": lengths}, timed=False, **more)
+    others = table(rows, columns, "peak_memory", where={**where, "model": "tiny"}, timed=False, **more)
+    return lambda material: asked(material) or others(material)
 
 
 def _asked(old: str, measure: Measure, asks: str = "", source: Source | None = None) -> Question:
@@ -725,7 +812,10 @@ def _asked(old: str, measure: Measure, asks: str = "", source: Source | None = N
 
 def _kernels_26() -> tuple[Question, ...]:
     """The questions on kernels, of two sizes at lengths above 128 up to the longest that fits."""
-    older = [_asked(one.id, _KERNELS_26) for one in ASSIGNMENT.parts["Kernels of a step"]]
+    letters = {"a": "a", "b": "bj", "c": "ck", "d": "d", "e": "ei", "f": "f", "h": "h"}
+    sources = {f"kernels-{letter}": kernels(asked, _MODELS_26) for letter, asked in letters.items()}
+    sources["kernels-names"] = partial(kernel_names, models=_MODELS_26)
+    older = [_asked(name, _KERNELS_26, source=source) for name, source in sources.items()]
     two = {**_TRAIN, "model": "tiny,small,large"}
     longest = table("model", "seq_len", where=two, says=which_run_out, widest=True)
     asks = "Which context is the longest that fits, of two sizes at lengths above 128?"
@@ -745,22 +835,25 @@ OF_2026 = Assignment(
         "Kernels of a step": _kernels_26(),
         "Mixed precision": (
             *(one for one in ASSIGNMENT.parts["Mixed precision"] if one.measure is not _SPEED),
-            _asked("precision-c", _SPEED_26),
+            _asked("precision-c", _SPEED_26, source=partial(speed, models=_MODELS_26)),
         ),
         "Memory": (
-            _asked("memory-a", _RECORDED_26),
+            _asked("memory-a", _RECORDED_26, source=partial(recorded_memory, models=_MODELS_26)),
             _asked("memory-b", _MEMORY_26, "What is the peak of xl at 128 and 2048 tokens, of forward alone and of the "
-                   "full step?", table("model,seq_len", "phase", "peak_memory", where={**_OF_XL, "dtype": "fp32"},
-                                       timed=False)),
-            _asked("memory-c", _MEMORY_26, "Does mixed precision change the peak of xl?",
-                   table("model,seq_len,phase", "dtype", "peak_memory", speedup="fp32",
-                         where={**_OF_XL, "dtype": "fp32,bf16"}, says=what_bits_change, timed=False)),
-            *(_asked(f"memory-{letter}", _STEPS_26) for letter in "def"),
-            Question("checkpointing-level", "Which single level of checkpointing needs least memory, beside blocks of "
-                     "the next sizes?", _LEVELS,
-                     table("model,seq_len", "checkpointing", "peak_memory", timed=False,
-                           where={**_OF_XL, "phase": "train", "checkpointing": "every-1,every-2,every-4"}),
+                   "full step?", _of_xl("model,seq_len", "phase", "128,2048", {**_PHASES, "dtype": "fp32"})),
+            _asked("memory-c", _MEMORY_26, "Does mixed precision change the peak of xl at 128 and 2048 tokens?",
+                   _of_xl("model,seq_len,phase", "dtype", "128,2048", {**_PHASES, "dtype": "fp32,bf16"},
+                          speedup="fp32", says=what_bits_change)),
+            *(_asked(f"memory-{letter}", _STEPS_26, source=partial(source, models=_MODELS_26))
+              for letter, source in zip("def", (kept_tensors, arithmetic_of_peak, why_out), strict=True)),
+            Question("checkpointing-level", "Which single level of checkpointing needs least memory for xl at "
+                     "4 x 2048, beside none and blocks of other sizes?", _LEVELS,
+                     _of_xl("model,seq_len", "checkpointing", "2048",
+                            {**PLAIN, "phase": "train", "dtype": "bf16",
+                             "checkpointing": "none,every-1,every-2,every-4"}, says=which_run_out, widest=True),
                      "memory"),
+            Question("checkpointing-nested", "Which checkpointing needs least memory where calls may hold calls, and "
+                     "how does it grow with the number of layers?", _LEVELS, growth_of_checkpointing),
         ),
         "Attention": (
             *(one for one in ASSIGNMENT.parts["Attention"] if one.id == "attention-a"),
@@ -775,14 +868,16 @@ OF_2026 = Assignment(
                      "do one message and overlap change?", _RANKS_26, _SENDING),
             Question("sharded-optimizer", "What do parameters and the optimizer's state take on each rank, with and "
                      "without sharding, and what does sharding cost?", _RANKS_26,
-                     parallel(ranks.SHARDED, ranks.STRONG, ranks.MEMORY)),
-            Question("fsdp-in-time", "What does FSDP save, and how much of its communication ends behind computing?",
-                     _RANKS_26, parallel(ranks.SHARDED, ranks.PHASES, ranks.COMMUNICATION, ranks.MEMORY)),
+                     parallel(ranks.SHARDED, ranks.STRONG, ranks.MEMORY, of="zero")),
+            Question("fsdp", "What does FSDP save, and how much of its communication ends behind computing?", _RANKS_26,
+                     parallel(ranks.SHARDED, ranks.PHASES, ranks.COMMUNICATION, ranks.MEMORY, of="fsdp")),
+            Question("fsdp-in-time", "Do the all-gathers of FSDP end in time, by the traces of its ranks?",
+                     _FSDP_TRACED, traced_ranks),
             Question("closed-forms", "How many GPUs can share a feed-forward layer by DP, FSDP, TP and both before "
                      "communication bounds it, and what does the other ring of all-reduce take?", _CLOSED_FORMS,
                      stored("plan", ("numbers put in", "formulas", "all-reduce"), like="feed-forward")),
-            Question("fastest-step", "What is the fastest step of two GPUs that a search of ten minutes finds?",
-                     _FASTEST, stored("tune")),
+            Question("fastest-step", "What is the fastest step of two GPUs that a search of ten minutes finds, in "
+                     "which it compiles what the caches of its compilers lack?", _FASTEST, stored("tune")),
         ),
     },
 )  # fmt: skip

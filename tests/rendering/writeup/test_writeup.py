@@ -288,7 +288,7 @@ def test_findings_that_say_the_same_of_many_cells_are_taken_together(tmp_path: P
 
 def test_this_years_edition_asks_of_its_own_models_and_says_which_xl_it_means():
     """Stored results of 2.7B, its xl, answer; those of the older xl do not. What nothing measured names its command."""
-    material = gather([str(ROOT / "results" / "h200" / name) for name in ("limit-80GiB", "plain", "memory")], ROOT)
+    material = gather([str(ROOT / "results" / "h200" / name) for name in ("limit-80GiB", "plain", "memory-2.7B")], ROOT)
     document = write_up(OF_2026, material)
     answers = {one.question.id: one for one in document.answered}
     assert "whose xl is 2.7B" in OF_2026.title and CS336 is assignment_named("cs336-2025")
@@ -298,7 +298,7 @@ def test_this_years_edition_asks_of_its_own_models_and_says_which_xl_it_means():
         models = {str(row[0]) for table in answer.tables for row in table.rows if "model" in table.columns}
         assert "2.7B" in models and "xl" not in models, (name, models)
     lacking = {one.name: one.words("full") for one in document.missing(ROOT)}
-    assert answers["checkpointing-level"].answer is None and "every-1,every-2,every-4" in lacking["checkpointing"]
+    assert answers["checkpointing-level"].answer is None and "none,every-1,every-2,every-4" in lacking["checkpointing"]
     assert answers["closed-forms"].answer is None and "--explain" in lacking["closed-forms"]
     assert "2,4,6" in lacking["all-reduce-2026"] and "cs336-2026" in lacking["attention-flash-2026"]
 
@@ -309,4 +309,26 @@ def test_closed_forms_answer_their_question_and_no_other(tmp_path: Path, capsys:
     answered = {one.question.id: one.answer for one in write_up(OF_2026, gather([str(tmp_path)], tmp_path)).answered}
     forms = answered["closed-forms"]
     assert forms is not None and len(forms.tables) == 3
-    assert [name for name, answer in answered.items() if answer is not None] == ["closed-forms"]
+    assert [name for name, answer in answered.items() if answer is not None] == [
+        "checkpointing-nested",  # predicted, whatever was measured
+        "closed-forms",
+    ]
+    assert "Predicted" in str(answered["checkpointing-nested"])
+
+
+def test_this_years_xl_is_answered_at_the_lengths_that_its_questions_name():
+    """From results/h200: peaks at 128 and 2048 alone, with what ran out of memory, and the levels of checkpointing."""
+    names = ("memory-2.7B", "checkpointing", "memory")
+    places = [*(str(ROOT / "results/h200" / name) for name in names), str(ROOT / "results/h200-x2/long-step")]
+    material = gather([*places, str(ROOT / "results/h200-x2/parallel")], ROOT)
+    found = {one.question.id: one.answer for one in write_up(OF_2026, material).answered}
+    peaks, levels, traced = found["memory-b"], found["checkpointing-level"], found["fsdp-in-time"]
+    assert peaks is not None and levels is not None and traced is not None
+    shown = render(peaks, "markdown")
+    assert "| 2.7B | 128 | 12.92 | 64.15 |\n| 2.7B | 2048 | 19.40 | OOM |\n\n" in shown
+    assert "| 2.7B | 2048 | OOM | 63.87 |" in render(levels, "markdown")
+    assert "fsdp2-compute-bf16-x2: all-gathers and reduce-scatters" in render(traced, "markdown")
+    assert found["fsdp"] is None and found["sharded-optimizer"] is None, "data parallelism alone was measured"
+    for name in ("memory-d", "memory-e", "memory-f"):
+        answer = found[name]
+        assert answer is None or "xl-b" not in render(answer, "markdown"), name
