@@ -1,8 +1,14 @@
 """The datasheet: its figures are of one kind, and a device is found by the name that a driver or a trace gives."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from stepscope.core.device_spec import DATASHEET, DeviceSpec, find_device_spec, lacks
+from stepscope.core.units import GIB
+
+RESULTS = Path(__file__).parents[2] / "results"
 
 
 @pytest.mark.parametrize("spec", DATASHEET.values(), ids=lambda spec: spec.name)
@@ -47,3 +53,21 @@ def test_an_unknown_device_has_no_figures(name: str):
 )  # fmt: skip
 def test_what_a_chip_lacks(name: str, missing: set[str]):
     assert {dtype for dtype in ("bf16", "fp16", "tf32", "fp8") if lacks(name, dtype)} == missing
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "NVIDIA H100 80GB HBM3"])
+def test_the_memory_of_a_device_is_what_a_stored_run_on_it_states(name: str):
+    folder = {"NVIDIA H200": "h200-x2", "NVIDIA H100 80GB HBM3": "h100-x2"}[name]
+    for path in (RESULTS / folder / "parallel").glob("*/run.json"):
+        environment = json.loads(path.read_text())["environment"]
+        assert (environment["device_name"], environment["memory_bytes"]) == (name, DATASHEET[name].memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    # Out-of-memory messages of users: an RTX 4090 of 23.64 to 23.68 GiB, and an A30 of 23.53.
+    [("NVIDIA GeForce RTX 4090", 23.64), ("NVIDIA A30", 23.53)],
+)
+def test_a_label_counts_gib_and_the_driver_keeps_a_little(name: str, gib: float):
+    memory = DATASHEET[name].memory_bytes
+    assert memory is not None and 0.99 * gib * GIB < memory <= gib * GIB

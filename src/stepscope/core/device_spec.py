@@ -4,6 +4,7 @@ import msgspec
 
 from stepscope.core.environment import Environment
 from stepscope.core.precisions import PRECISIONS, Dtype
+from stepscope.core.units import GIB
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -11,6 +12,7 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     memory_bytes: int | None = None
+    """What PyTorch states as the device's memory, which is less than its label."""
     peak_flops_per_s: dict[str, float]
     peak_bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None
@@ -22,10 +24,32 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.peak_flops_per_s.get(PRECISIONS[dtype].multiplies)
 
 
+_STATED_BYTES = {
+    "NVIDIA H200": 150109880320,  # results/h200
+    "NVIDIA H100 80GB HBM3": 85017493504,  # results/h100-x2
+    "Tesla T4": int(14.56 * GIB),  # the least in out-of-memory messages of users, as for _STATED_SHARE
+    # No stored run says whether the 288 GB of these are GiB: counted in powers of ten, the lower figure.
+    "NVIDIA GB300": 288 * 10**9,
+    "NVIDIA B300 SXM6 AC": 288 * 10**9,
+}
+"""Memory of devices as PyTorch stated it, and of those whose label may count in powers of ten."""
+_STATED_SHARE = 0.98
+"""Share of the labelled GiB that PyTorch states, the rest being the driver's: 0.990 on an H100, 0.991 on an H200
+(stored runs), and 0.980 to 0.987 in messages that users of an A30 and of RTX 4090s posted. The least of them."""
+_CORRECTED = {"NVIDIA L4", "NVIDIA L40", "NVIDIA L40S", "NVIDIA A10", "NVIDIA A10G", "NVIDIA A40"}
+"""Servers' cards with GDDR6, which keep a sixteenth of their memory for error correction, as delivered."""
+
+
+def _memory_bytes(name: str, gb: int) -> int:
+    """Bytes that PyTorch can be expected to state for a device whose label says so many GB, which are GiB."""
+    left = 15 / 16 if name in _CORRECTED else 1.0
+    return _STATED_BYTES.get(name, int(gb * GIB * left * _STATED_SHARE))
+
+
 def _device(name: str, gb: int, tb_per_s: float, source: str, /, **teraflops: float) -> tuple[str, DeviceSpec]:
     return name, DeviceSpec(
         name=name,
-        memory_bytes=gb * 10**9,
+        memory_bytes=_memory_bytes(name, gb),
         peak_flops_per_s={dtype: rate * 1e12 for dtype, rate in teraflops.items()},
         peak_bytes_per_s=tb_per_s * 1e12,
         link_bytes_per_s=next((gb_per_s * 1e9 for start, gb_per_s in _LINKS.items() if name.startswith(start)), None),

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.allocations.prediction.answer import answer_fit
+from stepscope.allocations.prediction.answer import answer_fit, answer_moments
 from stepscope.allocations.prediction.estimate import estimate, estimate_quickly, runs_within
 from stepscope.allocations.prediction.fit import (
     OUTSIDE_BYTES,
@@ -20,11 +20,12 @@ from stepscope.allocations.prediction.fit import (
     will_fit,
     will_surely_fit,
 )
-from stepscope.allocations.prediction.layouts import sharded_peak
+from stepscope.allocations.prediction.layouts import memory_of_ranks, sharded_peak
 from stepscope.core.checkpointing import keeping
 from stepscope.core.device_spec import DATASHEET
 from stepscope.core.errors import InputError
-from stepscope.core.formulas.transformer import step_flops
+from stepscope.core.formulas.transformer import parameter_count, step_flops
+from stepscope.core.layout import layout_of
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_run
 from stepscope.core.units import GIB, MIB, parse_bytes
@@ -62,8 +63,8 @@ def cost(plan: Plan) -> float:
 def test_a_budget_for_the_allocator_is_all_usable_and_a_devices_is_not():
     assert budget_of_memory(80 * GIB).usable_bytes == budget_of_memory(80 * GIB).total_bytes == 80 * GIB
     h200 = budget_of_device("H200")
-    assert h200.total_bytes == DATASHEET["NVIDIA H200"].memory_bytes == 141 * 10**9
-    assert h200.usable_bytes == 141 * 10**9 - OUTSIDE_BYTES
+    assert h200.total_bytes == DATASHEET["NVIDIA H200"].memory_bytes == 150109880320
+    assert h200.usable_bytes == 150109880320 - OUTSIDE_BYTES
     assert "NVIDIA H200" in h200.said and "datasheet" in h200.said
 
 
@@ -73,6 +74,9 @@ def test_a_budget_for_the_allocator_is_all_usable_and_a_devices_is_not():
         ("h200", "NVIDIA H200"),
         ("a100 sxm4 40gb", "NVIDIA A100-SXM4-40GB"),
         ("4090", "RTX 4090"),
+        ("3090", "RTX 3090 ("),
+        ("3090 ti", "RTX 3090 Ti ("),
+        ("l40", "NVIDIA L40 ("),
         ("b200", "NVIDIA B200"),
     ],
 )
@@ -80,7 +84,7 @@ def test_devices_are_found_by_words_of_their_name(name: str, full: str):
     assert full in budget_of_device(name).said
 
 
-@pytest.mark.parametrize("name", ["V100", "a100", "RTX 2080", "", "NVIDIA"])
+@pytest.mark.parametrize("name", ["V100", "a100", "A100 80GB", "RTX 2080", "", "NVIDIA"])
 def test_a_device_that_could_be_two_or_none_is_refused_with_those_it_could_be(name: str):
     with pytest.raises(InputError, match=r"--device .* choose one of .*--memory") as refused:
         budget_of_device(name)
@@ -329,3 +333,42 @@ def test_more_gpus_need_less_each_and_never_less_than_the_activations():
     assert peaks == sorted(peaks, reverse=True)
     kept = alone.by_phase["backward"]["saved for backward"]
     assert peaks[-1] > kept
+
+
+# ---- around the optimizer's step
+
+
+@pytest.mark.parametrize("folder", ["h100-x2/parallel", "h200-x2/parallel"])
+def test_what_a_rank_holds_is_what_stored_ranks_recorded(folder: str):
+    """Parameters exactly; states but for AdamW's counts of steps, and zero1's cut at parameters' ends."""
+    seen = 0
+    for path in sorted((ROOT / "results" / folder).glob("*/run.json")):
+        run = load_run(path.parent)
+        layout = layout_of(run.workload) if isinstance(run.workload, TextbookWorkload) else None
+        if run.shared is None or layout is None or layout.ranks == 1:
+            continue
+        assert isinstance(run.workload, TextbookWorkload)
+        parameters, _, states = memory_of_ranks(run.workload).states(layout)
+        for rank in run.shared.ranks:
+            assert rank.parameter_bytes == pytest.approx(parameters, rel=1e-4)
+            assert rank.optimizer_bytes == pytest.approx(states, rel=1e-4)
+            seen += 1
+    assert seen
+
+
+def test_a_sharded_optimizer_halves_its_states_alone_on_two_ranks():
+    step = of("large", batch_size=8, dtype="bf16")
+    steps = [msgspec.structs.replace(step, parallel="zero1", ranks=2), step]
+    whole = parameter_count(step.model) * 4
+    rows = [row[2:] for row in answer_moments(steps).tables[0].rows if row[2] is not None]
+    assert rows == [
+        (whole, 0, 0, whole), (whole, whole, 0, 2 * whole), (whole, whole, whole, 3 * whole),
+        (whole, 0, 0, whole), (whole, whole, 0, 2 * whole), (whole, whole, 2 * whole, 4 * whole),
+    ]  # fmt: skip
+    said = shown(answer_moments(steps))
+    assert "969,411,840 x 8 B / 2 ranks = 3.61 GiB" in " ".join(said.split())
+
+
+def test_a_strategy_without_a_prediction_is_refused():
+    with pytest.raises(InputError, match="no prediction is of --parallel pipeline"):
+        answer_moments([of("small", parallel="pipeline", ranks=2)])

@@ -21,6 +21,7 @@ from stepscope.allocations.prediction.fit import (
     budget_of_total,
     will_fit,
 )
+from stepscope.allocations.prediction.layouts import memory_of_ranks
 from stepscope.core.answer import (
     PROSE,
     TEXT,
@@ -38,9 +39,11 @@ from stepscope.core.answer import (
 )
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.checkpointing import group_of
+from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.formulas.transformer import moment_bytes, parameter_count, recomputed_flops, step_flops
+from stepscope.core.layout import SHARDINGS, Layout, layout_of
 from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.run import Run
@@ -119,6 +122,62 @@ def answer_fits(fits: Sequence[Sequence[AnyFit]], names: Sequence[str] = ()) -> 
         tables=(table_of(*columns, rows=rows),),
         panels=(_panel_of_peaks(first, described, varied),),
     )
+
+
+_MOMENTS = {
+    "after initialisation": (True, False, False),
+    "before the first optimizer's step": (True, True, False),
+    "after it, and before each later one": (True, True, True),
+}
+"""Moments of training, by which of parameters, gradients and optimizer states are there. AdamW makes its states in the
+first step; gradients go when the next step begins."""
+
+
+def answer_moments(steps: Sequence[TextbookWorkload]) -> Answer:
+    """The Answer on what one rank holds around the optimizer's step, by part, in each of these strategies, with the
+    peak of a step. Raises InputError for a strategy that no prediction is of."""
+    rows: list[tuple[Cell, ...]] = []
+    sums: list[Line] = []
+    for step in steps:
+        layout, memory = layout_of(step), memory_of_ranks(step)
+        if layout is None:
+            raise InputError(f"no prediction is of --parallel {step.parallel} with {step.dtype}: leave it out")
+        states = memory.states(layout)
+        for moment, there in _MOMENTS.items():
+            parts = [size if is_there else 0 for size, is_there in zip(states, there, strict=True)]
+            rows.append((step.parallel, moment, *parts, sum(parts)))
+        shared = step.parallel != NOT_PARALLEL
+        peak = memory.needs(layout, exactly=True).peak if shared else estimate(step).peak_bytes
+        rows.append((step.parallel, "peak of a later step, with activations", None, None, None, peak))
+        sums.append(Line(f"{step.parallel}: {_states_spelled(step, layout, states)}"))
+    columns = (("strategy", TEXT), ("moment", TEXT), *((name, "B") for name in _PARTS), ("together", "B"))
+    return Answer(
+        study="fit",
+        question="What does one rank hold around the optimizer's step, by part?",
+        lead=(
+            Line(f"Predicted for {describe_model(steps[0])}, {steps[0].dtype}.", "strong"),
+            *sums,
+            Line(f"The batch of {steps[0].batch_size} is shared by the ranks; with none, one process runs it all."),
+        ),
+        tables=(table_of(*columns, rows=rows),),
+    )
+
+
+_PARTS = ("parameters", "gradients", "optimizer states")
+
+
+def _states_spelled(step: TextbookWorkload, layout: Layout, states: Sequence[int]) -> str:
+    """The closed form of each part with its numbers: parameters x bytes of one, divided by the ranks that share it."""
+    count, sharding = parameter_count(step.model), SHARDINGS[layout.sharding]
+    precision = PRECISIONS[step.dtype]
+    twice = 2 if layout.ranks > 1 and sharding.buckets else 1
+    each = (precision.weights, twice * precision.weights, 2 * moment_bytes(step) + precision.masters)
+    shares = (sharding.parameters, sharding.gradients, sharding.moments)
+    return "; ".join(
+        f"{part} {count:,} x {size} B" + (f" / {layout.shard} ranks" if is_shared and layout.shard > 1 else "")
+        + f" = {format_bytes(held)}" + (" with the buckets that stay" if part == "gradients" and twice > 1 else "")
+        for part, size, is_shared, held in zip(_PARTS, each, shares, states, strict=True)
+    ) + "."  # fmt: skip
 
 
 def _flops_again(workload: TextbookWorkload) -> float:

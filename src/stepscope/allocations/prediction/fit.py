@@ -70,28 +70,31 @@ def budget_of_total(total_bytes: int, device_name: str) -> Budget:
 
 
 _PLAIN = {"h100": "NVIDIA H100 80GB HBM3"}
-"""The device that a plain name means, where its variants differ in memory: the one that most have."""
+"""The device that a plain name means, where its variants differ: the one that most have."""
 
 
 def device_named(name: str, *, otherwise: str = "; or say --memory, as in --memory 80GiB") -> DeviceSpec:
-    """The device of the datasheets that a name means. Raises InputError where it is none of them, or several that
-    differ in memory."""
+    """The device of the datasheets that a name means: the one whose name ends with all of it, as 3090 does that of no
+    3090 Ti, or the only one whose words begin so. Raises InputError where it is none of them, or several."""
     if name.lower() in _PLAIN:
         return DATASHEET[_PLAIN[name.lower()]]
-    wanted = name.lower().replace("-", " ").split()
+    wanted = _words(name)
     # Each word begins a word of the device's name: h200 is no GH200.
     matching = [
         spec
         for spec in DATASHEET.values()
-        if all(any(word.startswith(begin) for word in spec.name.lower().replace("-", " ").split()) for begin in wanted)
+        if wanted and all(any(word.startswith(begin) for word in _words(spec.name)) for begin in wanted)
     ]
-    matching = [spec for spec in matching if spec.name.lower() == name.lower()] or matching
-    if wanted and len({spec.memory_bytes for spec in matching}) == 1:
-        return matching[0]  # or another of the same memory: nothing else is asked of it
-    several = bool(wanted and matching)
-    known = ", ".join(spec.name for spec in (matching if several else DATASHEET.values()))
-    what = "matches several devices" if several else "is in no datasheet that stepscope has"
+    matching = [spec for spec in matching if _words(spec.name)[-len(wanted) :] == wanted] or matching
+    if len(matching) == 1:
+        return matching[0]
+    known = ", ".join(spec.name for spec in matching or DATASHEET.values())
+    what = "matches several devices" if matching else "is in no datasheet that stepscope has"
     raise InputError(f"--device {name!r} {what}: choose one of {known}{otherwise}")
+
+
+def _words(name: str) -> list[str]:
+    return name.lower().replace("-", " ").split()
 
 
 # What is predicted of a step.

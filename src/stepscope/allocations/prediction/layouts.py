@@ -588,8 +588,14 @@ class RankMemory:
 
     def least(self, layout: Layout) -> int:
         """Bytes that the states of the largest rank need, whatever its activations: quickly."""
+        return sum(self.states(layout))
+
+    def states(self, layout: Layout) -> tuple[int, int, int]:
+        """Bytes of stored parameters, of gradients with the buckets that stay beside them, and of the optimizer's
+        states, on the first rank."""
         sizes, held = self._sizes[layout.sharding], self._held(layout, 0)
-        return sum(self._states(layout, sizes, held)) + _buckets(layout, sizes, held)
+        parameters, gradients, states = self._states(layout, sizes, held)
+        return parameters, gradients + _buckets(layout, sizes, held), states
 
     def needs(self, layout: Layout, *, exactly: bool = False) -> RankNeeds:
         """What the rank that needs most holds at its peak; `exactly` runs its very stage, however long that takes."""

@@ -12,12 +12,13 @@ from stepscope.app.cli.options import device_names
 from stepscope.app.cli.output import Presentation, stdout_kept_clean
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.app.verbs.run import gradients_kept, of_object
-from stepscope.core.errors import InputError, warn
+from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.files import json_document
 from stepscope.core.model_config import PRESETS, ModelOptions
-from stepscope.core.options import BUDGET, Option, Rule, spelled_out, verb
+from stepscope.core.options import BUDGET, PARALLEL, Option, Rule, spelled_out, verb
 from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
+from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES
 from stepscope.core.units import parse_bytes
 from stepscope.core.workloads import Compile, FactoryWorkload, Optimizer, Phase, TextbookWorkload, Workload
 from stepscope.engine.workload_options import (
@@ -129,7 +130,7 @@ def fit(
     refused.
 
     memory: how much PyTorch may allocate, in bytes or as in "80GiB".
-    device: a device by its name, as in "H100", whose datasheet says how much.
+    device: a device by its name, as in "H100": how much PyTorch states of it.
     dtype, phase, optimizer, clip, checkpointing, accumulation: as in `stepscope.run`, for any model.
 
     Without memory and device the peak alone is predicted.
@@ -190,8 +191,16 @@ Memory = Annotated[
 ]
 Device = Annotated[
     tuple[str, ...] | None,
-    Option("A device by its name, as in H100 or 4090; the datasheet's memory.", BUDGET, complete=device_names),
+    Option("A device by its name, as in H100 or 4090: its GiB less the driver's share.", BUDGET, complete=device_names),
 ]
+Parallel = Annotated[
+    tuple[str, ...] | None,
+    Option(
+        "What one rank holds around the optimizer's step, by part, in each of these, as in zero1,none.", PARALLEL,
+        metavar="NAMES",
+    ),
+]  # fmt: skip
+Ranks = Annotated[int | None, Option("With --parallel: ranks that share the step.", PARALLEL)]
 Tensors = Annotated[bool, Option("List what a block keeps for backward, with the arithmetic of each size.")]
 Sweep = Annotated[bool, Option("The largest batch and the longest sequence that fit, by model: several, or all.")]
 Fake = Annotated[bool, Option("Predict a second time, by running the step on PyTorch's fake tensors.")]
@@ -213,8 +222,12 @@ Apart = Annotated[
             "--apart belongs to --against: say which runs to compare with, or leave it out",
         ),
         Rule(
-            "conflict", ("--tensors", "--sweep", "--fake", "--against"), "{} are different questions: ask one at a time"
+            "conflict",
+            ("--tensors", "--sweep", "--fake", "--against", "--parallel"),
+            "{} are different questions: ask one at a time",
         ),
+        Rule("needs", ("--ranks", "--parallel"), "--ranks belongs to --parallel: say which, as in zero1,none"),
+        Rule("alone", ("--parallel",), "--parallel asks for no budget: leave out {}", ("--memory", "--device")),
         Rule("alone", ("--tensors",), "--tensors asks for no budget: leave out {}", ("--memory", "--device")),
         Rule("alone", ("--against",), "--against asks for no budget: leave out {}", ("--memory", "--device")),
         Rule("alone", ("--against",), "--against takes its workloads from the runs: leave out {}", flags_of("fit")),
@@ -231,6 +244,8 @@ def command(
     tensors: Tensors = False,
     sweep: Sweep = False,
     fake: Fake = False,
+    parallel: Parallel = None,
+    ranks: Ranks = None,
     against: Against = (),
     apart: Apart = (),
     runs: Path,
@@ -257,6 +272,10 @@ def command(
         _show_largest(_those_that_can_be(workloads), budgets[0], shown)
         return
     steps = workloads.workloads(model="small", seq_len=512)
+    if parallel:
+        _refuse_plot(save)
+        _show_moments(steps, parallel, ranks or 2, shown)
+        return
     if mode is not None and steps[0].sizes is None:
         raise InputError(f"{mode} is for the textbook's model: leave it out; a step of your own runs on fakes")
     if mode is not None and len(steps) > 1:
@@ -278,6 +297,20 @@ def command(
         with stdout_kept_clean():
             second = estimate_by_running(step)
     _show(fits, second, runs, shown)
+
+
+def _show_moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int, shown: Presentation) -> None:
+    from stepscope.allocations.prediction.answer import answer_moments
+
+    step = steps[0]
+    if len(steps) > 1 or not isinstance(step, TextbookWorkload) or step.phase != "train":
+        raise InputError("--parallel looks at one training step of the textbook's model: give each option one value")
+    if unknown := [name for name in parallel if name.partition(":")[0] not in (NOT_PARALLEL, *STRATEGIES)]:
+        choose(unknown[0], (NOT_PARALLEL, *STRATEGIES), "--parallel")
+    shared = [
+        msgspec.structs.replace(step, parallel=name, ranks=1 if name == NOT_PARALLEL else ranks) for name in parallel
+    ]
+    shown.show(answer_moments(shared))
 
 
 def _refuse_plot(save: Path | None) -> None:
