@@ -103,7 +103,7 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["study", "attention-step", "--head-dim", "2"], "No such option: --head-dim"),
         (["study", "attention", "--tag", "mine"], "No such option: --tag"),
         (["study", "attention", "--every-shape"], "No such option: --every-shape: study attention has none, and study"),
-        (["fit", "--parallel", "ddp"], "--parallel: fit has none, and run, sweep, tune, study parallel have it"),
+        (["trace", "--parallel", "ddp"], "--parallel: trace has none, and run, sweep, fit, tune and 1 more have it"),
         (["run", "--seqlen", "4"], "No such option: --seqlen (Possible options: "),
         (["sweep", "--seq-len", "12,x"], "cannot read --seq-len '12,x'"),
         (["sweep", "--model", ","], "--model is empty"),
@@ -150,7 +150,7 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["plan", "--clip", "1"], "--clip says nothing with plan"),
         (["run", "--accumulation", "half"], "Invalid value for '--accumulation'"),
         (["sweep", "--accumulation", "1,3"], "batch_size 4 cannot be split into 3 equal micro-batches"),
-        (["sweep", "--checkpointing", "none,all"], "unknown checkpointing 'all'"),
+        (["sweep", "--checkpointing", "none,some"], "unknown checkpointing 'some'"),
         (["sweep", "recipe.py", "--checkpointing", "none"], "leave out --checkpointing"),
         (["run", "--seconds", "nan"], "seconds"),  # typer's own words, or ours, as typer's version has it
         (["run", "--runs", "x" * 300, *QUICK], "cannot write runs to"),
