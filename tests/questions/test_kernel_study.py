@@ -138,7 +138,7 @@ def test_the_kernels_of_softmax_and_its_work_are_figures():
 
 
 def test_a_cell_that_ran_out_of_memory_is_a_row_of_every_table():
-    """Of a training step of 128 tokens, and of one of 4096 that did not fit: by cell, and by model and length."""
+    """A step of 128 tokens was captured, one of 4096 ran out of memory: the tables by cell and by length have both."""
     failed = make_run(workload(phase="train", seq_len=4096), status="out-of-memory")
     phases = digest(phase("forward", 100e6, 70e6, 4), phase("backward", 200e6, 130e6, 8))
     made = msgspec.structs.replace(phases, top=(kernel("sgemm", "forward", 60e6), kernel("dgrad", "backward", 90e6)))

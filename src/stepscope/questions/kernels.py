@@ -694,7 +694,7 @@ BY_LENGTH: dict[str, Callable[[str, list[CapturedCell]], Table | None]] = {
     "a": _forward_by_length,
     "b": _longest_by_length,
 }
-"""The same question by model and length, where it is asked so."""
+"""What makes a question's table of model by sequence length, by the letter of the question."""
 
 
 Tool = Annotated[str, Option("Whose captures to read.", choices=TRACE_TOOLS)]

@@ -316,7 +316,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     memory: Budget
     """What a process may allocate: of what is free, and not of all that there is."""
     flops_per_s: float
-    """Of a short forward pass, by which times are estimated before anything is measured."""
+    """The rate of a short forward pass: the plan estimates times by it before any cell is measured."""
     gpus: int = 0
     capability: tuple[int, int] | None = None
     memory_limit_bytes: int | None = None
@@ -552,10 +552,11 @@ def _why_out(lacking: Sequence[TextbookWorkload], machine: Machine) -> tuple[Tab
 def _said_of(scaling: Scaling, dtype: str, lacking: Sequence[TextbookWorkload]) -> str:
     """From which cells the times of a phase are scaled, how far, and how well the same scaling meets those."""
     small, large = (edge(scaling.cells, key=lambda each: step_flops(each[0]))[0] for edge in (min, max))
+    # A phase may have been measured without the others: its cell is no training step.
+    names = " to ".join(dict.fromkeys(cell_name(cell).removesuffix("-train") for cell in (small, large)))
     terms = "its bytes" if scaling.phase == OPTIMIZER else "FLOPs, activations and scores"
     terms += f" (products at most at the measured {format_rate(scaling.ceiling, 'FLOP/s')})" if scaling.ceiling else ""
     measured = counted(len(scaling.cells), "measured cell")
-    names = " to ".join(dict.fromkeys((cell_name(small), cell_name(large))))
     said = f"Times of {scaling.phase} in {dtype}: by {terms} from {measured} ({names})"
     reach = max(map(step_flops, lacking)) / step_flops(large)
     if reach > _FAR and scaling.phase != OPTIMIZER:
@@ -589,8 +590,8 @@ class Answered:
     def no_plot(self) -> str:
         """Why figures that a plot would show are in tables alone, as where they have too many lines."""
         try:
-            if self.is_drawn:
-                draw_answer(self.answer)  # type: ignore[arg-type]
+            if self.answer is not None and self.is_drawn:
+                draw_answer(self.answer)
         except InputError as error:
             return str(error).partition(": ")[0]  # the remedy is one of the command line
         return ""

@@ -268,10 +268,11 @@ def test_a_feed_forward_layer_by_hand():
 
 @pytest.mark.parametrize("place", range(1, 8))
 def test_at_the_bound_a_layer_sends_for_as_long_as_it_computes(place: int):
-    """Of FSDP with TP each kind at its own bound; in turn, no split of the axes goes on longer than the bound says."""
+    """At its bound a layout sends for as long as it computes, FSDP with TP each kind of bytes. Where one kind is sent
+    after the other, no split of the GPUs between the two axes is bound later than the closed form says."""
     one = LAYER.passes(4, 2)[place]
     data, tensor = (one.most, 1.0) if place < 4 else (1.0, one.most) if place < 6 else (7.4, one.most / 7.4)
-    there = LAYER._pass(one.layout, one.when, data, tensor, 1 if place in (2, 6) else 0 if place == 4 else 2)  # type: ignore[arg-type]
+    there = LAYER.one_pass(one.layout, one.when, data, tensor, 1 if place in (2, 6) else 0 if place == 4 else 2)
     sends = [sent / LAYER.bytes_per_s for sent in (there.data_bytes, there.tensor_bytes) if sent]
     assert sends == pytest.approx([there.flops / LAYER.flops_per_s] * len(sends))
     if place >= 6:

@@ -27,9 +27,9 @@ MEASURES = {question.measure.name: question.measure for question in CS336.questi
 
 def machine(gib: float, **more: object) -> Machine:
     """A card whose processes may allocate so much."""
-    fields = {"name": "card", "on_gpu": True, "memory": budget_of_memory(int(gib * GIB)), "flops_per_s": 2e13,
-              "gpus": 1, "capability": (8, 6)}  # fmt: skip
-    return Machine(**{**fields, **more})  # type: ignore[arg-type]
+    memory = budget_of_memory(int(gib * GIB))
+    card = Machine(name="card", on_gpu=True, memory=memory, flops_per_s=2e13, gpus=1, capability=(8, 6))
+    return msgspec.structs.replace(card, **more)
 
 
 LAPTOP = machine(16, name="laptop", on_gpu=False, flops_per_s=6e10, gpus=0, capability=None)
@@ -158,7 +158,7 @@ def test_least_squares_of_a_line_and_of_what_would_be_below_zero():
 
 @pytest.mark.parametrize(("phase", "most"), [("forward", 0.25), ("backward", 0.2), ("optimizer", 0.1)])
 def test_times_of_large_models_are_scaled_from_small_ones(phase: str, most: float):
-    """Of an H200, from the cells that would fit into 12 GiB: every larger one is met within so much."""
+    """From the cells of an H200 that would fit into 12 GiB the time of every larger cell is predicted within `most`."""
     runs, _ = load_runs([ROOT / "results/h200/limit-80GiB"])
     like = TextbookWorkload(model=configure("small"))
     whole = scaling_of(runs, "NVIDIA H200", like, phase)

@@ -216,14 +216,21 @@ class Chosen:
     first: tuple[tuple[str, ...], ...] = ()
     """The words of commands that run as they stand."""
     first_s: float = 0.0
+    """Seconds that these take, as estimated."""
     words: tuple[str, ...] = ()
-    """Those of the command of whose cells the groups are."""
+    """The words of the command that measures the groups, before its options are narrowed to them."""
     groups: "tuple[Group, ...]" = ()
+    """Cells to measure."""
     group_s: tuple[float, ...] = ()
+    """Seconds that each group takes, as estimated."""
     too_large: "tuple[Group, ...]" = ()
+    """Cells that do not fit into the memory."""
     too_long: "tuple[Group, ...]" = ()
+    """Cells for which the time does not suffice."""
     asked: int = 0
+    """How many cells the question asks for."""
     done: int = 0
+    """How many cells were measured before."""
     why: str = ""
     """Why what is asked for is not measured, where that is not for the size or the time of its cells."""
 

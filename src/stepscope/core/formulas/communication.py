@@ -436,7 +436,7 @@ class LayerPass(NamedTuple):
     most: float
     """GPUs until communication bounds it, where both kinds are sent at once, and at the best ratio; may be infinite."""
     most_in_turn: float
-    """The same, where one kind is sent after the other."""
+    """GPUs until communication bounds it, where activations are sent after weights and not beside them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -460,13 +460,16 @@ class SharedLayer:
         layouts = (("DP", ranks, 1, 0), ("FSDP", ranks, 1, 1), ("TP", 1, ranks, 0),
                    ("FSDP with TP", ranks // tensor, tensor, 1))  # fmt: skip
         return [
-            self._pass(name, when, data, of_tensor, collectives)
+            self.one_pass(name, when, data, of_tensor, collectives)
             for name, data, of_tensor, forward in layouts
             for when, collectives in (("forward", forward), ("backward", 2))
         ]
 
-    def _pass(self, name: str, when: str, data: int, tensor: int, collectives: int) -> LayerPass:
-        """collectives: of weights or their gradients, each of which sends (data - 1) / data of their bytes."""
+    def one_pass(self, name: str, when: str, data: float, tensor: float, collectives: int) -> LayerPass:
+        """One pass over data x tensor GPUs, which need not be whole numbers: bounds are not.
+
+        collectives: how many it has of weights or their gradients. Each sends (data - 1) / data of their bytes.
+        """
         width, size, computes = self.d_model, self.element_bytes, 1 if when == "forward" else 2
         flops = computes * 6 * self.tokens * width * self.d_ff / (data * tensor)
         weights, activations = 3 * width * self.d_ff * size / tensor, self.tokens * width * size / data
