@@ -473,9 +473,9 @@ def test_attention_that_subtracts_no_maximum_gets_no_time_but_where_that_is_stat
     assert stated.outcome == "measured" and stated.checked == 4
 
 
-def test_the_seeds_grid_is_that_of_the_write_ups():
-    sizes = sizes_for("cuda", "seeds")
-    assert sizes == PRESETS["seeds"] == sizes_for("cpu", "seeds")
+def test_the_grid_of_2025_is_that_of_the_write_ups():
+    sizes = sizes_for("cuda", "cs336-2025")
+    assert sizes == PRESETS["cs336-2025"] == sizes_for("cpu", "cs336-2025")
     assert (sizes.batch_size, sizes.heads, sizes.dtypes, sizes.compiles) == (8, 1, ("fp32",), ("none", "default"))
     assert sizes.head_dims == (16, 32, 64, 128) and not sizes.causal
     assert sizes.seq_lens == (256, 1024, 4096, 8192, 16384)
@@ -514,7 +514,7 @@ def run(*words: str) -> None:
         (["--device", "cuda:99"], "no GPU for --device cuda:99"),
         (["--compile", "max"], "unknown compile 'max': choose one of none, default"),
         (["--launches", "gone"], "unknown launches 'gone'"),
-        (["--preset", "mine"], "unknown preset 'mine': choose one of seeds"),
+        (["--preset", "mine"], "unknown preset 'mine': choose one of cs336-2025"),
         (["--from", "a.json", "--seq-len", "8", "--heads", "2"], "--seq-len, --heads says nothing with --from"),
         (["--from", "a.json", "--keep-digests"], "--keep-digests says nothing with a file"),
         (["--keep-digests"], "--keep-digests says nothing without --from"),

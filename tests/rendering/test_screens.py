@@ -41,7 +41,7 @@ COMMANDS = {
     "study-kernels": "study kernels --from results/h200/kernels --where model=small --only b,c,h",
     "study-compile": "study compile --from results/h200/compile --only costs",
     "study-speed": "study speed --from results/h200/precision-speed --only amdahl",
-    "study-attention": "study attention --from results/h200/attention/seeds.json --only seeds",
+    "study-attention": "study attention --from results/h200/attention/seeds.json --only cs336-2025",
     "study-attention-step": "study attention-step --from results/h200/attention-steps --only medians",
     "study-attention-gate": "study attention-gate --from results/h200/attention/gate.json",
     "study-softmax": "study softmax --from results/cpu/precision/softmax.json --only error",

@@ -61,7 +61,7 @@ ON_CPU = GridSizes(
     dtypes=("fp32",), batch_size=1, heads=2, causal=True, seconds=0.05,
 )  # fmt: skip
 PRESETS = {
-    "seeds": GridSizes(
+    "cs336-2025": GridSizes(
         seq_lens=(256, 1024, 4096, 8192, 16384), head_dims=(16, 32, 64, 128), implementations=("reference",),
         dtypes=("fp32",), batch_size=8, heads=1, causal=False, compiles=("none", "default"), launches="shown",
         seconds=0.5,
@@ -72,7 +72,7 @@ PRESETS = {
         seconds=0.3,
     ),
 }  # fmt: skip
-"""seeds: attention written out, batch 8, no heads, fp32, eager beside compiled, each pass on a device that waits.
+"""cs336-2025: attention written out, batch 8, no heads, fp32, eager beside compiled, each pass on a device that waits.
 cs336-2026: the grid of `flash_benchmarking` in the handout 26.1.1."""
 
 
@@ -284,10 +284,10 @@ Launching = Annotated[
 Preset = Annotated[
     str | None,
     Option(
-        "seeds: the write-ups' grid, batch 8, no heads, fp32, naive. cs336-2026: flash beside it, 128 to 65536 tokens, "
-        "bf16 and fp32.",
+        "cs336-2025: the assignment's grid, batch 8, no heads, fp32, naive. cs336-2026: flash beside it, 128 to 65536 "
+        "tokens, bf16 and fp32.",
         CALLS,
-        complete=completed("seeds", "cs336-2026"),
+        complete=completed(*PRESETS),
     ),
 ]
 Steps = Annotated[int | None, Option("Exactly this many passes of each cell.", MEASURING, least=1)]

@@ -585,7 +585,7 @@ def _unfinished(study: AttentionStudy) -> Iterator[Finding]:
         )
 
 
-BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, SCORES, CELLS, COMPILED, COMPILED_SEEDS, MISSING = (
+BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, SCORES, CELLS, COMPILED, COMPILED_2025, MISSING = (
     "Forward and backward, ms",
     "Forward, ms",
     "Backward, ms",
@@ -597,10 +597,10 @@ BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, SCORES, CELLS, COMPIL
     "The saved matrix of scores, multiplied out",
     "Every cell",
     "Eager beside compiled",
-    "Eager beside compiled: the seeds' table",
+    "Eager beside compiled: the grid of cs336-2025",
     "Without a time",
 )
-TITLES = (BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, SCORES, CELLS, COMPILED, COMPILED_SEEDS, MISSING)
+TITLES = (BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, SCORES, CELLS, COMPILED, COMPILED_2025, MISSING)
 """Titles of all tables that an answer may have."""
 PHASES = ("forward", "backward")
 UNSURE = "unsure"
@@ -700,7 +700,7 @@ def _figure_or_word(row: AttentionTiming | None, figure: Callable[[AttentionTimi
 
 
 def _compiled(study: AttentionStudy) -> Table:
-    """The table of eager beside compiled calls; with the preset `seeds`, head_dim is d_model, as there is one head."""
+    """The table of eager beside compiled calls; with the preset `cs336-2025`, once `seeds`, head_dim is d_model."""
     rows: list[tuple[Cell, ...]] = []
     for eager in study.curves:
         compiled = study.same(eager, f"{eager.line}, compiled")
@@ -721,9 +721,11 @@ def _compiled(study: AttentionStudy) -> Table:
         "eager forward ms", "eager backward ms", "compiled forward ms", "compiled backward ms", "speed-up",
         "eager GiB before backward", "compiled GiB",
     )  # fmt: skip
-    of_seeds = study.timings.preset == "seeds" and all(row.cell.shape.heads == 1 for row in study.timings.timings)
-    columns = ("implementation", "dtype", "seq_len", "d_model" if of_seeds else "head_dim", *heads)
-    return Table(title=COMPILED_SEEDS if of_seeds else COMPILED, columns=columns, rows=tuple(rows))
+    of_2025 = study.timings.preset in ("cs336-2025", "seeds") and all(
+        row.cell.shape.heads == 1 for row in study.timings.timings
+    )
+    columns = ("implementation", "dtype", "seq_len", "d_model" if of_2025 else "head_dim", *heads)
+    return Table(title=COMPILED_2025 if of_2025 else COMPILED, columns=columns, rows=tuple(rows))
 
 
 def _slopes(study: AttentionStudy) -> Table:

@@ -537,8 +537,8 @@ _COMPILE = Measure(
 _ATTENTION = _answer(
     "attention",
     35,
-    "--preset seeds",
-    "--preset seeds --seq-len 64,128,256 --head-dim 16,32 --batch-size 1 --seconds 0.05",
+    "--preset cs336-2025",
+    "--preset cs336-2025 --seq-len 64,128,256 --head-dim 16,32 --batch-size 1 --seconds 0.05",
     takes_memory=True,
     takes_s=180,
     small_s=40,

@@ -1,6 +1,5 @@
 """Figures derived from a run: rates, utilisation, shares. Each is None where the run does not support it."""
 
-import itertools
 import math
 import operator
 import statistics
@@ -19,7 +18,7 @@ from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP, TIMED
 from stepscope.core.run import Run
 from stepscope.core.run_directory import check_is_ours, write_atomically
-from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples
+from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples, least_squares
 from stepscope.core.strategies import BATCH, OPTIMIZER_STATE, PARAMETERS, PRODUCTS, Activations, known_strategy
 from stepscope.core.units import format_bytes, format_seconds
 from stepscope.core.workloads import TextbookWorkload, by_sizes
@@ -578,41 +577,6 @@ class Scaling:
 
     def _least(self, workload: TextbookWorkload) -> float:
         return _terms(workload, self.phase)[0] / self.ceiling if self.ceiling else 0.0
-
-
-def least_squares(rows: Sequence[tuple[Sequence[float], float]]) -> tuple[float, ...]:
-    """Factors, none below zero, with which the sums of each row's terms are nearest to its target. A few terms: every
-    choice of those that are not zero is tried."""
-    terms = len(rows[0][0])
-    best = sum(target**2 for _, target in rows), (0.0,) * terms
-    for count in range(1, min(terms, len(rows)) + 1):
-        for chosen in itertools.combinations(range(terms), count):
-            factors = _solved(
-                [[sum(row[i] * row[j] for row, _ in rows) for j in chosen] for i in chosen],
-                [sum(row[i] * target for row, target in rows) for i in chosen],
-            )
-            if factors is None or min(factors) < 0:
-                continue
-            whole = tuple(dict(zip(chosen, factors, strict=True)).get(i, 0.0) for i in range(terms))
-            missed = sum((sum(map(operator.mul, row, whole)) - target) ** 2 for row, target in rows)
-            if missed < best[0] * (1 - 1e-9):
-                best = missed, whole
-    return best[1]
-
-
-def _solved(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """The solution of a few linear equations by elimination; None where they have no single one."""
-    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
-    size = len(rows)
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda row: abs(rows[row][i]))
-        rows[i], rows[pivot] = rows[pivot], rows[i]
-        if abs(rows[i][i]) <= 1e-12 * max((abs(row[i]) for row in matrix), default=0.0):
-            return None
-        for other in (row for row in rows if row is not rows[i]):
-            factor = other[i] / rows[i][i]
-            other[i:] = [a - factor * b for a, b in zip(other[i:], rows[i][i:], strict=True)]
-    return [row[-1] / row[i] for i, row in enumerate(rows)]
 
 
 def scaling_of(runs: Iterable[Run], device: str, like: TextbookWorkload, phase: str) -> Scaling:

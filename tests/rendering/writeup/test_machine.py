@@ -14,10 +14,11 @@ from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.app.verbs.writeup import _commands, choose_cells, plan_text, within
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import find_run_files, load_run, load_runs
+from stepscope.core.samples import least_squares
 from stepscope.core.units import GIB
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel
 from stepscope.rendering.writeup import Machine, Material, Target, assignment_named, write_up
-from stepscope.runs.metrics import Scaling, least_squares, scaling_of
+from stepscope.runs.metrics import Scaling, scaling_of
 from tests.conftest import make_run
 
 ROOT = Path(__file__).parents[3]

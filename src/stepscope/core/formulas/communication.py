@@ -30,6 +30,7 @@ from stepscope.core.formulas.transformer import block_shapes, shapes_outside_blo
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.networks import Network
+from stepscope.core.samples import least_squares
 from stepscope.core.study_results import LatencyAndBandwidth
 
 # Collectives: their kinds, the size of a message, and the bytes that a link carries for it.
@@ -527,14 +528,7 @@ def fit_latency_and_bandwidth(times: Sequence[tuple[float, float]]) -> LatencyAn
         return None
     # One row a size: alpha (1 / t) + slope (S / t) = 1.
     rows = [(1 / seconds, size / seconds) for size, seconds in known]
-    aa, ab, bb = (math.fsum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a1, b1 = (math.fsum(row[i] for row in rows) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    alpha, slope = (bb * a1 - ab * b1) / determinant, (aa * b1 - ab * a1) / determinant
-    if alpha < 0:
-        alpha, slope = 0.0, b1 / bb
-    elif slope <= 0:
-        alpha, slope = a1 / aa, 0.0
+    alpha, slope = least_squares([(row, 1.0) for row in rows])
     errors = [alpha * by_alpha + slope * by_slope - 1 for by_alpha, by_slope in rows]
     return LatencyAndBandwidth(
         latency_s=alpha,
