@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import msgspec
@@ -250,7 +251,7 @@ class CallMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The most that was alive in forward and backward, the same inputs counted; None where no allocator counts."""
 
 
-class AttentionTiming(msgspec.Struct, frozen=True, kw_only=True):
+class AttentionTiming(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The outcome, times and memory of one cell."""
 
     cell: AttentionCell
@@ -267,7 +268,7 @@ class AttentionTiming(msgspec.Struct, frozen=True, kw_only=True):
     """Whether launches were hidden in fact; those that were asked to be hidden may still have been shown."""
     memory: CallMemory | None = None
 
-    @property
+    @cached_property  # an answer asks thousands of times
     def both(self) -> Samples | None:
         """Forward and backward, pass by pass."""
         if self.forward is None or self.backward is None or not self.forward.count:

@@ -1,6 +1,7 @@
 """`stepscope writeup`: the questions of an assignment, answered from what was measured on this machine."""
 
 import contextlib
+import gc
 import math
 import os
 import shlex
@@ -132,10 +133,12 @@ def command(
 
     def written() -> "WriteUp":
         drawer = Drawer()  # plots are drawn while the next question is answered
+        gc.disable()  # predictions and runs are a million objects, none of them in a cycle
         try:
             document = write_up(questions, read(), machine, lambda one: target.ask(one, drawer))
             target.write(document, size, drawer.draw)
         finally:
+            gc.enable()
             drawer.close()
         return document
 
