@@ -1,10 +1,15 @@
 """The datasheet figures of known devices."""
 
+import difflib
+import re
+from collections.abc import Iterator
+
 import msgspec
 
 from stepscope.core.environment import Environment
+from stepscope.core.errors import InputError
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.core.units import GIB
+from stepscope.core.units import GIB, MIB
 
 
 class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,147 +29,235 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.peak_flops_per_s.get(PRECISIONS[dtype].multiplies)
 
 
-_STATED_BYTES = {
-    "NVIDIA H200": 150109880320,  # results/h200
-    "NVIDIA H100 80GB HBM3": 85017493504,  # results/h100-x2
-    "Tesla T4": int(14.56 * GIB),  # the least in out-of-memory messages of users, as for _STATED_SHARE
-    # No stored run says whether the 288 GB of these are GiB: counted in powers of ten, the lower figure.
-    "NVIDIA GB300": 288 * 10**9,
-    "NVIDIA B300 SXM6 AC": 288 * 10**9,
-}
-"""Memory of devices as PyTorch stated it, and of those whose label may count in powers of ten."""
-_STATED_SHARE = 0.98
-"""Share of the labelled GiB that PyTorch states, the rest being the driver's: 0.990 on an H100, 0.991 on an H200
-(stored runs), and 0.980 to 0.987 in messages that users of an A30 and of RTX 4090s posted. The least of them."""
-_CORRECTED = {"NVIDIA L4", "NVIDIA L40", "NVIDIA L40S", "NVIDIA A10", "NVIDIA A10G", "NVIDIA A40"}
-"""Servers' cards with GDDR6, which keep a sixteenth of their memory for error correction, as delivered."""
+_DATASHEETS = """
+[NVIDIA | 5 | -]
+GB300:                              268G  8000   2500  1250    80   5000   900  NVIDIA GB300 NVL72 datasheet
+B300 SXM6 AC:                       268G  8000   2250  1100    75   4500   900  NVIDIA HGX B300 datasheet
+GB200:                            189471  8000   2500  1250    80   5000   900  NVIDIA Blackwell datasheet (GB200 NVL72)
+B200:                             183359  7700   2250  1100    75   4500   900  NVIDIA Blackwell datasheet (HGX B200)
+GH200 480GB:                       97871  4000  989.4 494.7  66.9 1978.9   450  NVIDIA GH200 datasheet (96GB HBM3)
+GH200 144G HBM3e:                   144G  4900  989.4 494.7  66.9 1978.9   450  NVIDIA GH200 datasheet (144GB HBM3e)
+H200:                       =143155.9375  4800  989.4 494.7  66.9 1978.9   450  NVIDIA H200 datasheet (SXM)
+H200 NVL:                         143771  4800  835.5 417.5    60 1670.5   450  NVIDIA H200 datasheet (NVL)
+H100 80GB HBM3:                   =81079  3350  989.4 494.7  66.9 1978.9   450  NVIDIA H100 datasheet (SXM)
+H100 NVL:                          95830  3900  835.5 417.5    60 1670.5     -  NVIDIA H100 datasheet (NVL)
+H100 PCIe:                         81559  2000    756   378    51   1513     -  NVIDIA H100 datasheet (PCIe)
+H800:                              81559  3350  989.4 494.7  66.9 1978.9   200  NVIDIA H800 datasheet (SXM)
+H20:                               97871  4000    148    74    44    296   450  NVIDIA H20 datasheet
+[NVIDIA | 4 | -]
+A100-SXM4-80GB:                    81920  2039    312   156  19.5      -   300  NVIDIA A100 datasheet (80GB SXM)
+A100-SXM4-40GB:                    40960  1555    312   156  19.5      -   300  NVIDIA A100 datasheet (40GB SXM)
+A100 80GB PCIe:                    81920  1935    312   156  19.5      -     -  NVIDIA A100 datasheet (80GB PCIe)
+A100-PCIE-40GB:                    40960  1555    312   156  19.5      -     -  NVIDIA A100 datasheet (40GB PCIe)
+A800-SXM4-80GB:                    81920  2039    312   156  19.5      -   200  NVIDIA A800 datasheet (80GB SXM)
+A40:                               46068   696  149.7  74.8  37.4      -     -  NVIDIA A40 datasheet
+A30:                               24576   933    165    82  10.3      -     -  NVIDIA A30 datasheet
+A10:                               23028   600    125  62.5  31.2      -     -  NVIDIA A10 datasheet
+A10G:                              23028   600     70    35    35      -     -  NVIDIA A10G datasheet
+L40S:                              46068   864 362.05   183  91.6    733     -  NVIDIA L40S datasheet
+L40:                               46068   864 181.05  90.5  90.5    362     -  NVIDIA L40 datasheet
+L4:                                23034   300    121    60  30.3  242.5     -  NVIDIA L4 datasheet
+[Tesla | 3 | -]
+T4:                                15360   320     65     -   8.1      -     -  NVIDIA T4 datasheet
+V100-SXM2-16GB:                    16384   900    125     -  15.7      -   150  NVIDIA V100 datasheet (SXM2)
+V100-SXM2-32GB:                    32768   900    125     -  15.7      -   150  NVIDIA V100 datasheet (SXM2)
+V100-PCIE-16GB:                    16384   900    112     -    14      -     -  NVIDIA V100 datasheet (PCIe)
+V100-PCIE-32GB:                    32768   900    112     -    14      -     -  NVIDIA V100 datasheet (PCIe)
+V100S-PCIE-32GB:                   32768  1134    130     -  16.4      -     -  NVIDIA V100 datasheet (V100S)
+P100-PCIE-16GB:                    16384   732      -     -     -      -     -  NVIDIA P100 datasheet (no tensor cores)
+[NVIDIA RTX PRO 6000 Blackwell | 5 | -]
+Workstation Edition:               97887  1792    500   250   125   1000     -  NVIDIA RTX PRO 6000 datasheet
+Max-Q Workstation Edition:         97887  1792    440   220   110    880     -  NVIDIA RTX PRO 6000 Max-Q datasheet
+Server Edition:                    97887  1597    480   240   120    960     -  NVIDIA RTX PRO 6000 Server datasheet
+[NVIDIA RTX | 4 | -]
+A6000:                             49140   768  154.8  77.4  38.7      -     -  NVIDIA Ampere GA102 whitepaper
+A5000:                             24564   768  111.2  55.6  27.8      -     -  NVIDIA RTX A5000 datasheet
+A4500:                             20470   640   94.8  47.4  23.7      -     -  NVIDIA RTX A4500 datasheet
+A4000:                             16376   448   76.8  38.4  19.2      -     -  NVIDIA RTX A4000 datasheet
+6000 Ada Generation:               49140   960  364.2 182.1  91.1  728.5     -  NVIDIA RTX 6000 Ada datasheet
+5000 Ada Generation:               32760   576  261.2 130.6  65.3  522.4     -  NVIDIA RTX 5000 Ada datasheet
+4000 Ada Generation:               20475   360  106.8  53.4  26.7  213.6     -  NVIDIA RTX 4000 Ada datasheet
+[NVIDIA TITAN | 3 | -]
+RTX:                               24576   672  130.5     -  16.3      -     -  NVIDIA TITAN RTX datasheet
+[NVIDIA GeForce RTX | 5 | nvidia.com/geforce/laptops/compare (rates depend on the power limit)]
+5090 Laptop GPU:                   24463
+5080 Laptop GPU:                   16303
+5070 Ti Laptop GPU:                12227
+5070 Laptop GPU:                    8151
+5060 Laptop GPU:                    8151
+5050 Laptop GPU:                    8151
+[NVIDIA GeForce RTX | 5 | nvidia.com/geforce/graphics-cards/compare (fp32 accumulate)]
+5090:                              32607  1792  209.5 104.8 104.8    419
+5080:                              16303   960  112.6  56.3  56.3  225.1
+5070 Ti:                           16303   896   87.9  43.9  43.9  175.8
+5070:                              12227   672   61.7  30.9  30.9  123.5
+5060 Ti 16GB:                      16311   448   47.4  23.7  23.7   94.8
+5060 Ti 8GB:                        8151   448   47.4  23.7  23.7   94.8
+5060:                               8151   448   38.4  19.2  19.2   76.7
+5050:                               8151   320   26.3  13.2  13.2   52.7
+[NVIDIA GeForce RTX | 4 | nvidia.com/geforce/laptops/compare (rates depend on the power limit)]
+4090 Laptop GPU:                   16376
+4080 Laptop GPU:                   12282
+4070 Laptop GPU:                    8188
+4060 Laptop GPU:                    8188
+4050 Laptop GPU:                    6141
+[NVIDIA GeForce RTX | 4 | nvidia.com/geforce/graphics-cards/compare (fp32 accumulate)]
+4090:                              24564  1008  165.2  82.6  82.6  330.3
+4090 D:                            24564  1008  147.1  73.5  73.5  294.2
+4080 SUPER:                        16376   736  104.4  52.2  52.2  208.9
+4080:                              16376   717   97.5  48.7  48.7  194.9
+4070 Ti SUPER:                     16376   672   88.2  44.1  44.1  176.4
+4070 Ti:                           12282   504   80.2  40.1  40.1  160.4
+4070 SUPER:                        12282   504     71  35.5  35.5  141.9
+4070:                              12282   504   58.3  29.1  29.1  116.6
+4060 Ti 16GB:                      16380   288   44.1  22.1  22.1   88.3
+4060 Ti 8GB:                        8188   288   44.1  22.1  22.1   88.3
+4060:                               8188   272   30.2  15.1  15.1   60.5
+[NVIDIA GeForce RTX | 4 | nvidia.com/geforce/laptops/compare (rates depend on the power limit)]
+3080 Ti Laptop GPU:                16384
+3080 Laptop GPU 8GB:                8192
+3080 Laptop GPU 16GB:              16384
+3070 Ti Laptop GPU:                 8192
+3070 Laptop GPU:                    8192
+3060 Laptop GPU:                    6144
+3050 Ti Laptop GPU:                 4096
+3050 Laptop GPU 6GB:                6144
+3050 Laptop GPU 4GB:                4096
+[NVIDIA GeForce RTX | 4 | nvidia.com/geforce/graphics-cards/compare (fp32 accumulate)]
+3090 Ti:                           24564  1008     80    40    40
+3090:                              24576   936     71  35.6  35.6
+3080 Ti:                           12288   912   68.2  34.1  34.1
+3080 10GB:                         10240   760   59.5  29.8  29.8
+3080 12GB:                         12288   912   61.3  30.6  30.6
+3070 Ti:                            8192   608   43.5  21.7  21.7
+3070:                               8192   448   40.6  20.3  20.3
+3060 Ti:                            8192   448   32.4  16.2  16.2
+3060 12GB:                         12288   360   25.5  12.7  12.7
+3060 8GB:                           8192   240   25.5  12.7  12.7
+3050 8GB:                           8192   224   18.2   9.1   9.1
+3050 6GB:                           6144   168   13.5   6.8   6.8
+[NVIDIA GeForce RTX | 3 | nvidia.com/geforce/graphics-cards/compare (fp32 accumulate)]
+2080 Ti:                           11264   616   53.8     -  13.4
+2080 SUPER:                         8192   496   44.6     -  11.2
+2080:                               8192   448   40.3     -  10.1
+2070 SUPER:                         8192   448   36.2     -   9.1
+2070:                               8192   448   29.9     -   7.5
+2060 SUPER:                         8192   448   28.7     -   7.2
+2060 6GB:                           6144   336   25.8     -   6.5
+2060 12GB:                         12288   336   28.7     -   7.2
+[AMD Instinct | 5 | -]
+MI355X:                             288G  8000 2516.6     - 157.3 5033.2 537.6  AMD Instinct MI355X datasheet
+MI350X:                             288G  8000 2306.9     - 144.2 4613.7 537.6  AMD Instinct MI350X datasheet
+MI325X:                             256G  6000 1307.4 653.7 163.4 2614.9   448  AMD Instinct MI325X datasheet
+MI300X:                             192G  5300 1307.4 653.7 163.4 2614.9   448  AMD Instinct MI300X datasheet
+[AMD Instinct | 4 | -]
+MI250X:                              64G  1638  191.5     - 47.85      -     -  AMD MI250X datasheet (one of two dies)
+MI250:                               64G  1638 181.05     - 45.25      -     -  AMD MI250 datasheet (one of two dies)
+MI210:                               64G  1638    181     -  45.3      -     -  AMD Instinct MI210 datasheet
+[AMD Radeon RX | 4 | -]
+7900 XTX:                            24G   960  122.8     -  61.4      -     -  amd.com: Radeon RX 7900 XTX
+7900 XT:                             20G   800    103     -  51.5      -     -  amd.com: Radeon RX 7900 XT
+[Apple | - | support.apple.com/specs]
+M1:                                 8,16 68.25
+M1 Pro:                            16,32   200
+M1 Max:                            32,64   400
+M1 Ultra:                         64,128   800
+M2:                              8,16,24   100
+M2 Pro:                            16,32   200
+M2 Max:                         32,64,96   400
+M2 Ultra:                     64,128,192   800
+M3:                              8,16,24   100
+M3 Pro:                            18,36   150
+M3 Max:                    36,48,64,96,128
+M3 Ultra:                     96,256,512   819
+M4:                             16,24,32   120
+M4 Pro:                         24,48,64   273
+M4 Max:                     36,48,64,128
+M5:                             16,24,32   153
+"""
+"""One row a device, below a line of what its rows share: [the beginning of their names | generation of PCIe | source].
 
+The name is the one the driver reports, then memory, GB/s of it, TFLOP/s of fp16, tf32, fp32 and fp8 at the boost clock
+(sparse figures halved; GeForce with fp32 accumulation), GB/s of links in one direction, and its own source. A dash and
+what is left out: it has none, or its datasheet states none. bf16 is as fast as fp16 since Ampere, and before, with the
+third generation of PCIe, there is none; AMD's fp32 is that of its matrix cores.
 
-def _memory_bytes(name: str, gb: int) -> int:
-    """Bytes that PyTorch can be expected to state for a device whose label says so many GB, which are GiB."""
-    left = 15 / 16 if name in _CORRECTED else 1.0
-    return _STATED_BYTES.get(name, int(gb * GIB * left * _STATED_SHARE))
+Memory is the MiB that nvidia-smi reports. With `=`: MiB that PyTorch stated in stored runs (h200, h100-x2). With `G`:
+GiB of the label. Of B300 and GB300 no run says whether their 288 GB are GiB: counted in powers of ten. Apple's chips
+have GB that processor and GPU share, in several sizes. One name with several memories has a row for each.
 
+Links are half of what datasheets of NVLink and Infinity Fabric count in both directions. Cards on PCIe, alone or in
+bridged pairs, have none: what connects them depends on the host."""
 
-def _device(name: str, gb: int, tb_per_s: float, source: str, /, **teraflops: float) -> tuple[str, DeviceSpec]:
-    return name, DeviceSpec(
-        name=name,
-        memory_bytes=_memory_bytes(name, gb),
-        peak_flops_per_s={dtype: rate * 1e12 for dtype, rate in teraflops.items()},
-        peak_bytes_per_s=tb_per_s * 1e12,
-        link_bytes_per_s=next((gb_per_s * 1e9 for start, gb_per_s in _LINKS.items() if name.startswith(start)), None),
-        source=source,
-    )
-
-
-_LINKS = {
-    "NVIDIA GB300": 900, "NVIDIA B300": 900, "NVIDIA GB200": 900, "NVIDIA B200": 900, "NVIDIA GH200": 450,
-    "NVIDIA H200 NVL": 450, "NVIDIA H200": 450, "NVIDIA H100 80GB": 450, "NVIDIA H800": 200, "NVIDIA H20": 450,
-    "NVIDIA A100-SXM4": 300, "NVIDIA A800-SXM4": 200, "Tesla V100-SXM2": 150,
-    "AMD Instinct MI355X": 537.6, "AMD Instinct MI350X": 537.6, "AMD Instinct MI325X": 448, "AMD Instinct MI300X": 448,
-}  # fmt: skip
-"""GB/s of NVLink or Infinity Fabric in one direction, half of what the datasheets count in both. Cards on PCIe, alone
-or in bridged pairs, have none here: what connects them depends on the host."""
-
-
-_PCIE = {
-    5: (
-        "NVIDIA GB", "NVIDIA B", "NVIDIA GH", "NVIDIA H", "NVIDIA GeForce RTX 50", "NVIDIA RTX PRO", "AMD Instinct MI3",
-    ),
-    3: ("Tesla", "NVIDIA TITAN", "NVIDIA GeForce RTX 20", "NVIDIA GeForce GTX"),
-}  # fmt: skip
-"""Devices by the generation of PCIe that their datasheets name, but for those of the fourth."""
+REPORTED_MIB: dict[str, int] = {}
+"""What nvidia-smi reports as the memory of a device, by its name."""
+_PCIE: dict[str, int] = {}
 
 
 def pcie_generation(name: str) -> int:
-    """The generation of PCIe by which a device of this name is joined to its host, with 16 lanes: that of most is 4."""
-    return next((generation for generation, starts in _PCIE.items() if name.startswith(starts)), 4)
+    """The generation of PCIe by which a device of this name is joined to its host, with 16 lanes: 4 of unknown ones."""
+    return _PCIE.get(name, 4)
 
 
-def _rates(bf16: float, tf32: float | None = None, fp32: float = 0.0, fp8: float | None = None) -> dict[str, float]:
-    """TFLOP/s by dtype, of which fp16 has as many as bf16. A dtype that the device does not multiply is left out."""
-    rates = {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32, "fp8": fp8}
-    return {dtype: rate for dtype, rate in rates.items() if rate}
+def is_unified(spec: DeviceSpec) -> bool:
+    """Whether the GPU shares its memory with the processor: Apple's."""
+    return spec.name.startswith("Apple ")
 
 
-_HOPPER = _rates(989.4, 494.7, 66.9, 1978.9)
-_HOPPER_NVL = _rates(835.5, 417.5, 60, 1670.5)
-_A100 = _rates(312, 156, 19.5)
-_V100 = {"fp16": 125, "fp32": 15.7}
-_B200, _GB200 = _rates(2250, 1100, 75, 4500), _rates(2500, 1250, 80, 5000)
-_MI300 = _rates(1307.4, 653.7, 163.4, 2614.9)
-_MI350X, _MI355X = _rates(2306.9, None, 144.2, 4613.7), _rates(2516.6, None, 157.3, 5033.2)
-_GA102 = "NVIDIA Ampere GA102 whitepaper (fp32 accumulate)"
-_ADA = "NVIDIA Ada architecture whitepaper (fp32 accumulate)"
-_RTX_BLACKWELL = "NVIDIA RTX Blackwell architecture whitepaper (fp32 accumulate)"
-_HALF_OF_TWO = ", half of it: one of its two dies is a device"
+def _metal_bytes(gb: int) -> int:
+    """What Metal takes of a Mac's memory by default: two thirds, from 36 GB on three quarters.
 
-DATASHEET: dict[str, DeviceSpec] = dict(
-    [
-        # The name is the one the driver reports. Rates are at the boost clock. Sparse figures are halved.
-        _device("NVIDIA GB300", 288, 8.0, "NVIDIA GB300 NVL72 datasheet, for each of 72 GPUs", **_GB200),
-        _device("NVIDIA B300 SXM6 AC", 288, 8.0, "NVIDIA HGX B300 datasheet, for each of 8 GPUs", **_B200),
-        _device("NVIDIA GB200", 186, 8.0, "NVIDIA Blackwell datasheet (GB200 NVL72)", **_GB200),
-        _device("NVIDIA B200", 180, 7.7, "NVIDIA Blackwell datasheet (HGX B200)", **_B200),
-        _device("NVIDIA GH200 480GB", 96, 4.0, "NVIDIA GH200 datasheet (96GB HBM3)", **_HOPPER),
-        _device("NVIDIA GH200 144G HBM3e", 144, 4.9, "NVIDIA GH200 datasheet (144GB HBM3e)", **_HOPPER),
-        _device("NVIDIA H200", 141, 4.8, "NVIDIA H200 datasheet (SXM)", **_HOPPER),
-        _device("NVIDIA H200 NVL", 141, 4.8, "NVIDIA H200 datasheet (NVL)", **_HOPPER_NVL),
-        _device("NVIDIA H100 80GB HBM3", 80, 3.35, "NVIDIA H100 datasheet (SXM)", **_HOPPER),
-        _device("NVIDIA H100 NVL", 94, 3.9, "NVIDIA H100 datasheet (NVL)", **_HOPPER_NVL),
-        _device("NVIDIA H100 PCIe", 80, 2.0, "NVIDIA H100 datasheet (PCIe)", **_rates(756, 378, 51, 1513)),
-        _device("NVIDIA H800", 80, 3.35, "NVIDIA H800 datasheet (SXM)", **_HOPPER),
-        _device("NVIDIA H20", 96, 4.0, "NVIDIA H20 datasheet", **_rates(148, 74, 44, 296)),
-        _device("NVIDIA A100-SXM4-80GB", 80, 2.039, "NVIDIA A100 datasheet (80GB SXM)", **_A100),
-        _device("NVIDIA A100-SXM4-40GB", 40, 1.555, "NVIDIA A100 datasheet (40GB SXM)", **_A100),
-        _device("NVIDIA A100 80GB PCIe", 80, 1.935, "NVIDIA A100 datasheet (80GB PCIe)", **_A100),
-        _device("NVIDIA A100-PCIE-40GB", 40, 1.555, "NVIDIA A100 datasheet (40GB PCIe)", **_A100),
-        _device("NVIDIA A800-SXM4-80GB", 80, 2.039, "NVIDIA A800 datasheet (80GB SXM)", **_A100),
-        _device("NVIDIA A40", 48, 0.696, "NVIDIA A40 datasheet", **_rates(149.7, 74.8, 37.4)),
-        _device("NVIDIA A30", 24, 0.933, "NVIDIA A30 datasheet", **_rates(165, 82, 10.3)),
-        _device("NVIDIA A10", 24, 0.6, "NVIDIA A10 datasheet", **_rates(125, 62.5, 31.2)),
-        _device("NVIDIA A10G", 24, 0.6, "NVIDIA A10G datasheet", **_rates(70, 35, 35)),
-        _device("NVIDIA L40S", 48, 0.864, "NVIDIA L40S datasheet", **_rates(362.05, 183, 91.6, 733)),
-        _device("NVIDIA L40", 48, 0.864, "NVIDIA L40 datasheet", **_rates(181.05, 90.5, 90.5, 362)),
-        _device("NVIDIA L4", 24, 0.3, "NVIDIA L4 datasheet", **_rates(121, 60, 30.3, 242.5)),
-        _device("NVIDIA RTX A6000", 48, 0.768, "NVIDIA Ampere GA102 whitepaper", **_rates(154.8, 77.4, 38.7)),
-        _device(
-            "NVIDIA RTX 6000 Ada Generation", 48, 0.96, "NVIDIA RTX 6000 Ada datasheet",
-            **_rates(364.2, 182.1, 91.1, 728.5),
-        ),
-        _device("Tesla T4", 16, 0.32, "NVIDIA T4 datasheet", fp16=65, fp32=8.1),
-        _device("Tesla V100-SXM2-16GB", 16, 0.9, "NVIDIA V100 datasheet (SXM2)", **_V100),
-        _device("Tesla V100-SXM2-32GB", 32, 0.9, "NVIDIA V100 datasheet (SXM2)", **_V100),
-        _device("Tesla V100-PCIE-16GB", 16, 0.9, "NVIDIA V100 datasheet (PCIe)", fp16=112, fp32=14),
-        _device("Tesla V100-PCIE-32GB", 32, 0.9, "NVIDIA V100 datasheet (PCIe)", fp16=112, fp32=14),
-        _device("Tesla V100S-PCIE-32GB", 32, 1.134, "NVIDIA V100 datasheet (V100S)", fp16=130, fp32=16.4),
-        _device("NVIDIA GeForce RTX 5090", 32, 1.792, _RTX_BLACKWELL, **_rates(209.5, 104.8, 104.8, 419)),
-        _device("NVIDIA GeForce RTX 5080", 16, 0.96, _RTX_BLACKWELL, **_rates(112.6, 56.3, 56.3, 225.1)),
-        _device("NVIDIA GeForce RTX 5070 Ti", 16, 0.896, _RTX_BLACKWELL, **_rates(87.9, 43.9, 43.9, 175.8)),
-        _device("NVIDIA GeForce RTX 5070", 12, 0.672, _RTX_BLACKWELL, **_rates(61.7, 30.9, 30.9, 123.5)),
-        _device("NVIDIA GeForce RTX 4090", 24, 1.008, _ADA, **_rates(165.2, 82.6, 82.6, 330.3)),
-        _device("NVIDIA GeForce RTX 4080", 16, 0.717, _ADA, **_rates(97.5, 48.7, 48.7, 194.9)),
-        _device("NVIDIA GeForce RTX 4070 Ti", 12, 0.504, _ADA, **_rates(80.2, 40.1, 40.1, 160.4)),
-        _device("NVIDIA GeForce RTX 3090 Ti", 24, 1.008, _GA102, **_rates(80, 40, 40)),
-        _device("NVIDIA GeForce RTX 3090", 24, 0.936, _GA102, **_rates(71, 35.6, 35.6)),
-        _device("NVIDIA GeForce RTX 3080", 10, 0.76, _GA102, **_rates(59.5, 29.8, 29.8)),
-        _device("NVIDIA GeForce RTX 3070", 8, 0.448, _GA102, **_rates(40.6, 20.3, 20.3)),
-        # AMD's fp32 is that of its matrix cores, which take fp32 as it is.
-        _device("AMD Instinct MI355X", 288, 8.0, "AMD Instinct MI355X datasheet", **_MI355X),
-        _device("AMD Instinct MI350X", 288, 8.0, "AMD Instinct MI350X datasheet", **_MI350X),
-        _device("AMD Instinct MI325X", 256, 6.0, "AMD Instinct MI325X datasheet", **_MI300),
-        _device("AMD Instinct MI300X", 192, 5.3, "AMD Instinct MI300X datasheet", **_MI300),
-        _device(
-            "AMD Instinct MI250X", 64, 1.638, f"AMD Instinct MI250X datasheet{_HALF_OF_TWO}",
-            **_rates(191.5, None, 47.85),
-        ),
-        _device(
-            "AMD Instinct MI250", 64, 1.638, f"AMD Instinct MI250 datasheet{_HALF_OF_TWO}",
-            **_rates(181.05, None, 45.25),
-        ),
-        _device("AMD Instinct MI210", 64, 1.638, "AMD Instinct MI210 datasheet", **_rates(181, None, 45.3)),
-    ]
-)  # fmt: skip
+    The least in logs of llama.cpp, which print recommendedMaxWorkingSetSize: 10922 of 16384 MiB, 16384 of 24576, and
+    98304 of 131072. Later macOS recommends more: 12124 of 16384, and 110100 of 131072.
+    """
+    return gb * GIB * 2 // 3 if gb < 36 else gb * GIB * 3 // 4
+
+
+def _stated_bytes(memory: str) -> int:
+    """Bytes that PyTorch can be expected to state, by the table's memory.
+
+    The driver keeps more of larger cards: 382 MiB of RTX 4060s with 8188, 378 of an RTX 3060 with 12288, 451 of T4s
+    with 15360, 471 of L4s with 23034, 643 of an RTX 6000 Ada with 49140, and 880 of A100s with 81920, the most in
+    messages and logs of users. 352 MiB and a 128th of the memory are more than each.
+    """
+    if memory.startswith("="):
+        return int(float(memory[1:]) * MIB)
+    mib = 1024 * int(memory[:-1]) if memory.endswith("G") else int(memory)
+    return (mib - 352 - mib // 128) * MIB
+
+
+def _specs() -> Iterator[DeviceSpec]:
+    begins, generation, shared = "", "", ""
+    for line in _DATASHEETS.strip().splitlines():
+        if line.startswith("["):
+            begins, generation, shared = line.strip("[]").split(" | ")
+            continue
+        name, _, row = line.partition(":")
+        name = f"{begins} {name}".strip()
+        memory, *figures = row.split(maxsplit=7)
+        own = figures.pop() if len(figures) == 7 else shared
+        rate, fp16, tf32, fp32, fp8, link = (
+            float(figure) if figure != "-" else None for figure in (*figures, *["-"] * (6 - len(figures)))
+        )
+        rates = {"bf16": None if generation == "3" else fp16, "fp16": fp16, "tf32": tf32, "fp32": fp32, "fp8": fp8}
+        spec = DeviceSpec(
+            name=name,
+            peak_flops_per_s={dtype: teraflops * 1e12 for dtype, teraflops in rates.items() if teraflops},
+            peak_bytes_per_s=rate and rate * 1e9,
+            link_bytes_per_s=link and link * 1e9,
+            source=own,
+        )
+        if is_unified(spec):
+            for gb in map(int, memory.split(",")):
+                yield msgspec.structs.replace(spec, name=f"{name} {gb}GB", memory_bytes=_metal_bytes(gb))
+            continue
+        _PCIE[name] = int(generation)
+        if memory.isdigit():
+            REPORTED_MIB[name] = int(memory)
+        yield msgspec.structs.replace(spec, memory_bytes=_stated_bytes(memory))
+
+
+DATASHEET: dict[str, DeviceSpec] = {spec.name: spec for spec in _specs()}
 
 
 def find_device_spec(device_name: str) -> DeviceSpec | None:
@@ -173,16 +266,69 @@ def find_device_spec(device_name: str) -> DeviceSpec | None:
     Older drivers leave the maker out, and a virtual machine adds VF.
     """
     named = device_name.removesuffix(" VF")
-    return DATASHEET.get(named) or DATASHEET.get(f"NVIDIA {named}")
+    for name in (named, f"NVIDIA {named}"):
+        if spec := DATASHEET.get(name):
+            return spec
+        sizes = [spec for spec in DATASHEET.values() if spec.name != name == _without_size(spec.name)]
+        if sizes:  # of one name with several memories the first, which most have
+            return msgspec.structs.replace(sizes[0], name=name, memory_bytes=None)
+    return None
+
+
+_PLAIN = dict.fromkeys(("h100", "h100 sxm", "h100 sxm5"), "NVIDIA H100 80GB HBM3")
+"""The device that a plain name means, where its variants differ: the one that most have."""
+_MOST_NAMES = 8
+
+
+def device_named(name: str, *, otherwise: str = "; or say --memory, as in --memory 80GiB") -> DeviceSpec:
+    """The device of the datasheets that a name means: the one whose name ends with all of it, as 3090 does that of no
+    3090 Ti, or the only one whose words begin so. Raises InputError where it is none of them, or several, as where one
+    name has several memories: with those that it could be, or that are spelled alike."""
+    wanted = _words(name)
+    if plain := _PLAIN.get(" ".join(wanted)):
+        return DATASHEET[plain]
+    # Each word begins a word of the device's name: h200 is no GH200.
+    matching = [
+        spec
+        for spec in DATASHEET.values()
+        if wanted and all(any(word.startswith(begin) for word in _words(spec.name)) for begin in wanted)
+    ]
+    count = len(wanted)
+    matching = [spec for spec in matching if _words(spec.name)[-count:] == wanted] or matching
+    matching = [spec for spec in matching if _words(_without_size(spec.name))[-count:] == wanted] or matching
+    if len(matching) == 1:
+        return matching[0]
+    what = "matches several devices" if matching else "is in no datasheet that stepscope has"
+    known = [spec.name for spec in matching] or _alike(" ".join(wanted))
+    more = f" and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
+    raise InputError(f"--device {name!r} {what}: choose one of {', '.join(known[:_MOST_NAMES])}{more}{otherwise}")
+
+
+def _without_size(name: str) -> str:
+    return re.sub(r" \d+GB$", "", name)
+
+
+def _words(name: str) -> list[str]:
+    """The words of a device's name but for GPU, however it is spelled: `RTX4060-Ti 16 GB` is rtx, 4060, ti, 16gb."""
+    apart = re.sub(r"\b(rtx|gtx)(?=\d)", r"\1 ", name.lower().replace("-", " "))
+    return [word for word in re.sub(r"\b(\d+) gi?b\b", r"\1gb", apart).split() if word != "gpu"]
+
+
+def _alike(wanted: str) -> list[str]:
+    """Devices whose names, without their makers, are spelled like this; a few of each kind where none is."""
+    makers = r"nvidia |geforce |tesla |amd |apple |rtx |gtx "
+    short = {re.sub(makers, "", " ".join(_words(name))): name for name in DATASHEET}
+    close = difflib.get_close_matches(re.sub(makers, "", wanted), short, n=5, cutoff=0.5)
+    return [short[name] for name in close] or ["H100", "A100-SXM4-80GB", "L4", "T4", "RTX 4090", "M4 16GB", "MI300X"]
 
 
 def lacks(device_name: str, dtype: str) -> bool:
     """Whether the device is known not to multiply matrices of this dtype: Volta and Turing have neither bf16 nor TF32.
 
-    Of an unknown device nothing is known.
+    Of an unknown device, and of one whose datasheet states no rates, nothing is known.
     """
     spec = find_device_spec(device_name)
-    return spec is not None and dtype not in spec.peak_flops_per_s
+    return spec is not None and bool(spec.peak_flops_per_s) and dtype not in spec.peak_flops_per_s
 
 
 def overridden_spec(device_name: str, dtype: Dtype, peak_flops_per_s: float) -> DeviceSpec:

@@ -21,7 +21,7 @@ from stepscope.allocations.prediction.estimate import (
 )
 from stepscope.allocations.prediction.layouts import sharded_peak
 from stepscope.core.checkpointing import group_of, keeping, mixtures, most_that_fit, selective_of
-from stepscope.core.device_spec import DATASHEET, DeviceSpec
+from stepscope.core.device_spec import REPORTED_MIB, DeviceSpec, device_named, is_unified
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import MemoryCategory, PhaseMemory
 from stepscope.core.formulas.transformer import recomputed_flops, step_flops
@@ -55,9 +55,21 @@ def budget_of_memory(memory_bytes: int) -> Budget:
 
 def budget_of_device(name: str) -> Budget:
     """The memory of a device of the datasheets. Raises InputError for a name that is not one of them."""
-    spec = device_named(name)
-    assert spec.memory_bytes is not None
-    return budget_of_total(spec.memory_bytes, f"{spec.name} ({spec.source})")
+    return budget_of_spec(device_named(name))
+
+
+def budget_of_spec(spec: DeviceSpec) -> Budget:
+    """The memory of a device by its datasheet: what PyTorch may take of what the card reports."""
+    total = spec.memory_bytes
+    assert total is not None
+    if is_unified(spec):
+        said = (
+            f"{format_bytes(total)} of {spec.name} ({spec.source}): what Metal takes by default, predicted as on CUDA"
+        )
+        return Budget(total_bytes=total, usable_bytes=total, said=said)
+    reported = REPORTED_MIB.get(spec.name)
+    of = f"; of {reported:,} MiB in nvidia-smi" if reported else ""
+    return budget_of_total(total, f"{spec.name} ({spec.source}{of})")
 
 
 def budget_of_total(total_bytes: int, device_name: str) -> Budget:
@@ -67,34 +79,6 @@ def budget_of_total(total_bytes: int, device_name: str) -> Budget:
         usable_bytes=max(0, total_bytes - OUTSIDE_BYTES),
         said=f"{format_bytes(total_bytes)} of {device_name}, less {format_bytes(OUTSIDE_BYTES)} of CUDA context",
     )
-
-
-_PLAIN = {"h100": "NVIDIA H100 80GB HBM3"}
-"""The device that a plain name means, where its variants differ: the one that most have."""
-
-
-def device_named(name: str, *, otherwise: str = "; or say --memory, as in --memory 80GiB") -> DeviceSpec:
-    """The device of the datasheets that a name means: the one whose name ends with all of it, as 3090 does that of no
-    3090 Ti, or the only one whose words begin so. Raises InputError where it is none of them, or several."""
-    if name.lower() in _PLAIN:
-        return DATASHEET[_PLAIN[name.lower()]]
-    wanted = _words(name)
-    # Each word begins a word of the device's name: h200 is no GH200.
-    matching = [
-        spec
-        for spec in DATASHEET.values()
-        if wanted and all(any(word.startswith(begin) for word in _words(spec.name)) for begin in wanted)
-    ]
-    matching = [spec for spec in matching if _words(spec.name)[-len(wanted) :] == wanted] or matching
-    if len(matching) == 1:
-        return matching[0]
-    known = ", ".join(spec.name for spec in matching or DATASHEET.values())
-    what = "matches several devices" if matching else "is in no datasheet that stepscope has"
-    raise InputError(f"--device {name!r} {what}: choose one of {known}{otherwise}")
-
-
-def _words(name: str) -> list[str]:
-    return name.lower().replace("-", " ").split()
 
 
 # What is predicted of a step.

@@ -38,10 +38,12 @@ def run_names(ctx: Any, incomplete: str) -> list[str]:
 
 
 def device_names(incomplete: str) -> list[str]:
-    """The devices whose datasheets are known, each by the word of its name that has a number."""
+    """The devices whose datasheets are known, each by the word of its name that has a number and is no memory."""
     from stepscope.core.device_spec import DATASHEET
 
-    names = dict.fromkeys(word for name in DATASHEET for word in name.split() if any(map(str.isdigit, word)))
+    names = dict.fromkeys(
+        word for name in DATASHEET for word in name.split() if any(map(str.isdigit, word)) and not word.endswith("GB")
+    )
     return completed(*names)(incomplete)
 
 

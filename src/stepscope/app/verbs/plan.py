@@ -157,7 +157,8 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
     from stepscope.allocations.planning.answer import Planning, scaling, sensitivity
     from stepscope.allocations.planning.search import Machine, search
     from stepscope.allocations.planning.times import STEP_SPREAD, rates_of, simulate
-    from stepscope.allocations.prediction.fit import budget_of_total, device_named
+    from stepscope.allocations.prediction.fit import budget_of_spec
+    from stepscope.core.device_spec import device_named
     from stepscope.core.networks import network_for
 
     spread = STEP_SPREAD if shares["spread"] is None else shares["spread"]
@@ -165,9 +166,8 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
         raise InputError(f"--spread is {spread:g}: write a share from 0 to 0.5, as in 0.01 for 1 %")
     spec = device_named(device, otherwise="")
     joined = _network(network, network_for(spec)) if network else network_for(spec)
-    assert spec.memory_bytes is not None
     machine = Machine(
-        budget=budget_of_total(spec.memory_bytes, f"{spec.name} ({spec.source})"),
+        budget=budget_of_spec(spec),
         rates=rates_of(spec, question.workload, shares["efficiency"]),
         network=joined,
     )
@@ -189,7 +189,7 @@ def _explained(question: "Question", device: str, network: str | None, efficienc
     """Closed forms of a feed-forward layer of the model. Raises InputError for layouts that these are not of."""
     from stepscope.allocations.planning.answer import answer_closed_forms
     from stepscope.allocations.planning.times import rates_of
-    from stepscope.allocations.prediction.fit import device_named
+    from stepscope.core.device_spec import device_named
     from stepscope.core.networks import network_for
 
     if question.model.experts > 1 or set(question.fixed) - {"tensor"}:
