@@ -32,8 +32,8 @@ _Environment = tuple[int, frozenset[tuple[str, str]]]
 """A process of tests, and its variables."""
 _COMMAND = ("-m", "stepscope")
 _IMPORTED = (
-    "torch", "polars", "pydantic.plugin._loader", "rich.console", "rich.table", "rich._unicode_data.unicode17-0-0",
-    "typer._adapters", "typer._click._textwrap", "typer._click.decorators",
+    "torch", "polars", "rich.console", "rich.table", "rich._unicode_data.unicode17-0-0",
+    "click.shell_completion",
     "stepscope.app.cli.app", "stepscope.app.cli.questions", "stepscope.app.cli.study",
     *(
         f"stepscope.app.verbs.{verb}"

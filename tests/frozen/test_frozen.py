@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import stepscope
 from stepscope.app.cli.app import app
@@ -44,7 +43,7 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 def options_of_every_verb() -> str:
     """Each verb with its options in their order, and what each takes. The words of help are free."""
     lines: list[str] = []
-    program: Any = typer.main.get_command(app)
+    program: Any = app
     for path in commands(program):
         command = program
         for word in path:

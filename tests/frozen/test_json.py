@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import typer
 
 from stepscope.app.cli.app import app
 from tests.command import stepscope
@@ -69,7 +68,7 @@ def test_keys_of_answers(name: str):
 
 
 def test_every_study_has_its_keys():
-    studies = {" ".join(path) for path in commands(typer.main.get_command(app)) if len(path) > 1}
+    studies = {" ".join(path) for path in commands(app) if len(path) > 1}
     assert studies <= {name.partition(",")[0] for name in (*STORED, *MEASURED, *LEFT_OUT)}
 
 

@@ -35,7 +35,7 @@ LIBRARIES = {
     "engine": {"msgspec", "ray", "torch"},
     "questions": {"msgspec", "polars", "torch"},
     "rendering": {"jinja2", "msgspec", "polars", "rich", "vl_convert"},
-    "app": {"msgspec", "rich", "torch", "typer"},
+    "app": {"msgspec", "rich", "torch", "click"},
 }
 
 ONE_FILE = {
@@ -201,7 +201,7 @@ def test_help_loads_next_to_nothing():
 
 @pytest.mark.slow
 def test_the_acting_wing_runs_on_a_bare_machine(tmp_path: Path):
-    """torch, msgspec, rich and typer are all that measuring and showing need."""
+    """torch, msgspec, rich and click are all that measuring and showing need."""
     result = run_python(
         """
         import sys

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from stepscope.app.cli.app import app
 from stepscope.core.answer import Answer, Finding, Severity

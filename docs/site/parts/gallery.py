@@ -9,7 +9,6 @@ import io
 from pathlib import Path
 from typing import NamedTuple
 
-import typer
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
@@ -53,7 +52,7 @@ GALLERY = (
 
 def can_report() -> bool:
     """Whether this stepscope has the verb."""
-    return "report" in getattr(typer.main.get_command(verbs), "commands", {})
+    return "report" in getattr(verbs, "commands", {})
 
 
 def make(shown: Shown, folder: Path) -> Path:

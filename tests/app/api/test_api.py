@@ -46,7 +46,7 @@ def python(code: str) -> str:
 
 
 def test_to_import_stepscope_imports_next_to_nothing():
-    heavy = "{'torch', 'polars', 'msgspec', 'numpy', 'rich', 'typer'} & set(sys.modules)"
+    heavy = "{'torch', 'polars', 'msgspec', 'numpy', 'rich', 'click'} & set(sys.modules)"
     assert python(f"import sys, stepscope; dir(stepscope); print({heavy})") == "set()\n"
 
 

@@ -104,7 +104,7 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["study", "attention", "--tag", "mine"], "No such option: --tag"),
         (["study", "attention", "--every-shape"], "No such option: --every-shape: study attention has none, and study"),
         (["trace", "--parallel", "ddp"], "--parallel: trace has none, and run, sweep, fit, tune and 1 more have it"),
-        (["run", "--seqlen", "4"], "No such option: --seqlen (Possible options: "),
+        (["run", "--seqlen", "4"], "No such option '--seqlen'. (Did you mean one of: "),
         (["sweep", "--seq-len", "12,x"], "cannot read --seq-len '12,x'"),
         (["sweep", "--model", ","], "--model is empty"),
         (["sweep", "missing.py"], "no recipe at missing.py"),
@@ -152,7 +152,7 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["sweep", "--accumulation", "1,3"], "batch_size 4 cannot be split into 3 equal micro-batches"),
         (["sweep", "--checkpointing", "none,some"], "unknown checkpointing 'some'"),
         (["sweep", "recipe.py", "--checkpointing", "none"], "leave out --checkpointing"),
-        (["run", "--seconds", "nan"], "seconds"),  # typer's own words, or ours, as typer's version has it
+        (["run", "--seconds", "nan"], "seconds"),
         (["run", "--runs", "x" * 300, *QUICK], "cannot write runs to"),
         (["sweep", "recipe.py", "--model", "small"], "leave out --model"),
         (["sweep", "--runs", "x" * 300], "cannot write runs to"),
@@ -438,5 +438,5 @@ def test_a_list_of_no_runs_is_a_word_for_people_and_nothing_for_programs(tmp_pat
 
 
 def test_a_completion_that_asks_for_nothing_is_one_line():
-    done = stepscope(_STEPSCOPE_COMPLETE="complete_bash")
+    done = stepscope(_STEPSCOPE_COMPLETE="bash_complete")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr

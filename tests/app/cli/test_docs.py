@@ -19,7 +19,6 @@ from traceback import format_exception_only
 from typing import Any
 
 import pytest
-import typer
 
 from stepscope.app.cli.app import app
 from stepscope.core.errors import StepscopeError
@@ -201,7 +200,7 @@ def text_of(document: Path) -> str:
     return "".join(f"```\n{''.join(cell['source']).removeprefix('!')}\n```\n" for cell in cells)
 
 
-COMMAND: Any = typer.main.get_command(app)
+COMMAND: Any = app
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *sorted((ROOT / "docs").glob("*.ipynb"))], ids=name_of)

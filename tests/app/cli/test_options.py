@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import typer
 
 from stepscope.app.cli.app import _Command, app
 from stepscope.app.cli.options import OPTIONS
@@ -27,7 +26,7 @@ from tests import command
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
-COMMAND: Any = typer.main.get_command(app)
+COMMAND: Any = app
 STUDY = COMMAND.commands["study"]
 VERBS: dict[str, Any] = {
     **{name: COMMAND.get_command(None, name) for name in COMMAND.commands if name != "study"},
@@ -69,9 +68,10 @@ def test_every_field_of_a_workload_is_an_option_of_run_sweep_and_fit():
 
 
 def test_one_name_means_one_thing_and_has_one_place():
-    for verb in VERBS:
+    for verb, reads in VERBS.items():
+        groups = {option.parameter: option.group for option in reads.options}
         for flag, param in options_of(verb).items():
-            assert param.rich_help_panel in GROUPS or flag == "--help", (verb, flag)
+            assert groups.get(param.name) in GROUPS or flag == "--help", (verb, flag)
             assert flag not in OLD_SPELLINGS, f"{verb} still spells {flag}"
     known = {flag for option in EVERY_OPTION for flag in (*option.flag.split("/"), option.short)}
     assert {flag for verb in VERBS for flag in options_of(verb)} <= known | {"--help"}
@@ -87,7 +87,7 @@ def test_one_name_means_one_thing_and_has_one_place():
 def test_the_list_of_verbs_says_what_each_verb_says(listed: dict[str, tuple[str, str]], before: str):
     """The list is read without the verbs, which take their time to import."""
     for name, (_, words) in listed.items():
-        said = inspect.getdoc(VERBS[f"{before}{name}"].callback) or ""
+        said = VERBS[f"{before}{name}"].help
         assert " ".join(said.partition("\n\n")[0].split()) == words
 
 
@@ -264,10 +264,10 @@ def offered(line: str, cwd: Path = ROOT) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-c", "from stepscope.app.cli.app import main; main()"], cwd=cwd, capture_output=True,
         text=True,
-        env={**os.environ, "_STEPSCOPE_COMPLETE": "complete_bash", "COMP_WORDS": line,
+        env={**os.environ, "_STEPSCOPE_COMPLETE": "bash_complete", "COMP_WORDS": line,
              "COMP_CWORD": str(len(words) - 1)}, check=True, timeout=60,
     )  # fmt: skip
-    return done.stdout.split()
+    return [line.partition(",")[2] for line in done.stdout.splitlines()]
 
 
 def test_a_shell_is_offered_names(tmp_path: Path):

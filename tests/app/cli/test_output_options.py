@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-import typer
 
 from stepscope.app.cli.app import app
 from stepscope.core.answer import Answer, Line, Panel, Point, encode_answer, note, table_of, warning
@@ -161,7 +161,7 @@ def verbs() -> Iterator[tuple[str, list[str]]]:
         if not hasattr(command, "commands"):
             yield " ".join(path), command
 
-    for verb, command in walk(typer.main.get_command(app), ()):
+    for verb, command in walk(app, ()):
         flags = [
             max(parameter.opts, key=len)
             for parameter in command.params
@@ -183,7 +183,7 @@ def ran(words: list[str]) -> tuple[int, str, str]:
             code = app(args=words, prog_name="stepscope", standalone_mode=False)
         except StepscopeError as error:
             return error.exit_code, out.getvalue(), str(error)
-        except typer.BadParameter as error:
+        except click.BadParameter as error:
             return 2, out.getvalue(), error.format_message()
     return code if isinstance(code, int) else 0, out.getvalue(), ""
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
-import typer
+import click
+from click.shell_completion import get_completion_class
 
 from stepscope import __version__
 from stepscope.app.cli import study
@@ -21,6 +22,7 @@ from stepscope.core.errors import (
     EXIT_DEVICE_FAILED,
     EXIT_INTERRUPTED,
     EXIT_WRONG_INPUT,
+    InputError,
     StepscopeError,
     one_line,
     warn,
@@ -128,24 +130,55 @@ class _Command(Verbs):
     def invoke(self, ctx: Any) -> Any:
         if ctx.params["version"]:
             emit(f"stepscope {__version__}\n")
-            raise typer.Exit
+            raise click.exceptions.Exit
+        if (shown := ctx.params["show_completion"]) or ctx.params["install_completion"]:
+            _complete(shown)
+            raise click.exceptions.Exit
         try:
             with interrupts.raising():
                 return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
 
 
-app = typer.Typer(
-    cls=_Command,
+app = _Command(
+    name="stepscope",
     help="A laboratory for one thing: a transformer training step. Measures it, explains it, makes it faster.",
     no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    params=[
+        click.Option(["--version"], is_flag=True, help="Print the version."),
+        click.Option(["--install-completion"], is_flag=True, help="Let the shell offer names of models and runs."),
+        click.Option(["--show-completion"], is_flag=True, help="Print what the shell reads for that."),
+    ],
     context_settings={"max_content_width": shutil.get_terminal_size().columns},
 )
-app.add_typer(study.app, name="study")
+app.add_command(study.app)
+
+_COMPLETION = {
+    "bash": (".bashrc", 'eval "$(_STEPSCOPE_COMPLETE=bash_source stepscope)"'),
+    "zsh": (".zshrc", 'eval "$(_STEPSCOPE_COMPLETE=zsh_source stepscope)"'),
+    "fish": (".config/fish/completions/stepscope.fish", "_STEPSCOPE_COMPLETE=fish_source stepscope | source"),
+}
+"""A shell's own file under the home directory, and the line in it that loads what click writes for this shell."""
+
+
+def _complete(shown: bool) -> None:
+    """Print what the user's shell reads to complete; or put the line that loads it into the shell's file, once."""
+    shell = Path(os.environ.get("SHELL", "")).name
+    if shell not in _COMPLETION:
+        raise InputError(f"SHELL is {shell or 'not set'}: names are completed in {', '.join(_COMPLETION)}")
+    name, line = _COMPLETION[shell]
+    kind = get_completion_class(shell)
+    if shown and kind is not None:
+        emit(f"{kind(app, {}, 'stepscope', '_STEPSCOPE_COMPLETE').source()}\n")
+        return
+    file = Path.home() / name
+    written = file.read_text() if file.exists() else ""
+    if line not in written.splitlines():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as lines:
+            lines.write(f"\n{line}\n" if written and not written.endswith("\n") else f"{line}\n")
+    emit(f"{file} loads it in new shells: {line}\n")
 
 
 _LARGEST_SCRIPT, _MOST_SCRIPTS = 1 << 20, 200
@@ -171,11 +204,6 @@ def _next_commands() -> list[tuple[str, str]]:
     for name in scripts[:2]:
         commands.append((f"stepscope watch -- {shlex.quote(name)}", f"measure the steps of {name} while it trains"))
     return commands
-
-
-@app.callback()
-def _root(version: bool = typer.Option(False, "--version", help="Print the version.")) -> None:
-    pass
 
 
 def _find_spec(name: str, path: object = None, target: object = None) -> None:
@@ -226,7 +254,7 @@ def main() -> NoReturn:
 
 
 def _leave_if_named(error: Exception) -> None:
-    """Leave in one line for what typer, the system or a library that does not load raised. A fault of ours returns."""
+    """Leave in one line for what click, the system or a library that does not load raised. A fault of ours returns."""
     if isinstance(error, MemoryError):
         library = _library_that_failed(error)
         what = f"this machine's memory does not suffice{f' to load {library}' if library else ''}"
@@ -239,16 +267,14 @@ def _leave_if_named(error: Exception) -> None:
     if isinstance(error, OSError):  # the help text, which only `emit` does not write; or a file that nobody foresaw
         what = f"{error.filename}: " if error.filename else "cannot write the output: "
         _leave(f"{what}{error.strerror or one_line(error)}", EXIT_WRONG_INPUT)
-    # Typer's own errors carry `format_message`; its module for them differs between versions.
-    format_message = getattr(error, "format_message", None)
-    if type(error).__name__.startswith("NoArgsIsHelp") and format_message is not None:
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
         with contextlib.suppress(OSError):
-            print(format_message(), file=sys.stderr)
+            print(error.format_message(), file=sys.stderr)
         sys.exit(EXIT_WRONG_INPUT)
-    if type(error).__name__ == "Abort":
+    if isinstance(error, click.Abort):
         _leave("interrupted", EXIT_INTERRUPTED)
-    if format_message is not None:
-        _leave(one_line(Exception(format_message())), EXIT_WRONG_INPUT)
+    if isinstance(error, click.ClickException):
+        _leave(one_line(Exception(error.format_message())), EXIT_WRONG_INPUT)
 
 
 def _library_that_failed(error: BaseException) -> str | None:

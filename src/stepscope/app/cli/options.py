@@ -28,7 +28,7 @@ from stepscope.rendering.renderers import STYLES
 # What a shell offers after an option: names of runs and devices.
 
 
-def run_names(ctx: Any, incomplete: str) -> list[str]:
+def run_names(ctx: Any, _: object, incomplete: str) -> list[str]:
     """The runs under --runs, the newest first, and `last`. A part of a name is enough, from wherever it begins."""
     from stepscope.core.run_directory import find_run_files
 

@@ -5,7 +5,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-import typer
+import click
 
 from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean, sweep_progress
 from stepscope.core.answer import Answer
@@ -102,4 +102,4 @@ def _sweep(cells: Cells, shown: Presentation, save: Path | None) -> int:
             with context:
                 runs += run_sweep(cells.plan, Policy(fresh=True), tell)
     report(runs)
-    raise typer.Exit(sweep_exit_code(runs))
+    raise click.exceptions.Exit(sweep_exit_code(runs))

@@ -2,8 +2,6 @@
 
 from typing import Any, ClassVar
 
-import typer
-
 from stepscope.app.cli.verb import Verbs, say_spelling
 from stepscope.core.options import Verb
 
@@ -127,4 +125,4 @@ class _Studies(Verbs):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=_Studies, help="Studies: one question each.", no_args_is_help=True, rich_markup_mode=None)
+app = _Studies(name="study", help="Studies: one question each.", no_args_is_help=True)

@@ -17,8 +17,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+import click
 
 from stepscope.app.cli.options import OPTIONS, run_names
 from stepscope.core.errors import InputError, one_line, warn
@@ -31,32 +30,30 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 """What stands for a value in a help text; several values are `N,...`."""
 
 Values = dict[str, Any]
-"""The values that typer read, by the parameters' names."""
+"""The values that click read, by the parameters' names."""
 
 
-def command_of(verb: Verb, kind: type[TyperCommand] | None = None, **settings: Any) -> Any:
-    """The command that reads a verb's options and calls its function, as one of typer's commands."""
+def command_of(verb: Verb, kind: type[click.Command] | None = None, **settings: Any) -> Any:
+    """The command that reads a verb's options and calls its function, as one of click's commands."""
     parameters, options, call = _options_of(verb.function, verb)
 
     def run(**values: Any) -> None:
         if code := call(values):
-            raise typer.Exit(code)
+            raise click.exceptions.Exit(code)
 
-    run.__doc__ = verb.function.__doc__
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    alone.command(verb.name.rpartition(" ")[2], cls=kind or Command, **settings)(run)
-    command: Any = typer.main.get_command(alone)
+    text = inspect.cleandoc(verb.function.__doc__ or "")
+    command: Any = (kind or Command)(
+        verb.name.rpartition(" ")[2], params=parameters, callback=run, help=text, **settings
+    )
     command.verb, command.options = verb, options
     return command
 
 
 def _options_of(
     takes: Callable[..., Any], verb: Verb
-) -> tuple[list[inspect.Parameter], list[Option], Callable[[Values], Any]]:
-    """What typer reads as the signature of a function or a record; its options; and what calls it with their values."""
-    parameters: list[inspect.Parameter] = []
+) -> tuple[list[click.Parameter], list[Option], Callable[[Values], Any]]:
+    """What click reads for a function or a record; its options; and what calls it with their values."""
+    parameters: list[click.Parameter] = []
     options: list[Option] = []
     makers: dict[str, Callable[[Values], Any]] = {}
     signature = inspect.signature(takes).parameters
@@ -73,11 +70,10 @@ def _options_of(
         if get_origin(annotation) is Annotated:
             annotation, stated = get_args(annotation)[:2]
         if isinstance(stated, Argument):
-            offered = run_names if stated.names_a_run else None
-            info = typer.Argument(help=stated.help, metavar=stated.metavar, autocompletion=offered)
-            kind = Annotated[annotation, info]
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind))
-            makers[name] = operator.itemgetter(name)
+            argument = _argument(name, stated, annotation, parameter.default)
+            parameters.append(argument)
+            read = operator.itemgetter(name)
+            makers[name] = read if argument.nargs == 1 else lambda values, read=read: list(read(values)) or None
         elif (is_many := getattr(annotation, "IS_MANY", None)) is not None:
             from stepscope.engine import workload_options as workload
 
@@ -130,41 +126,69 @@ def _one_value(annotation: Any) -> type:
     return annotation if annotation in (int, float, bool, Path) else str
 
 
-def _parameter(option: Option, several: bool, repeats: bool, default: Any, usual: str | None) -> inspect.Parameter:
-    """An option as a parameter of a function that typer reads. usual: what it is when left out, in words."""
-    kind: Any = str
-    if option.takes in (int, float, bool):
-        kind = option.takes
-    elif option.takes is Path or option.metavar == "FILE":
-        kind = Path
+class _Argument(click.Argument):
+    """An argument with its help, which click before 8.5 has for options alone."""
+
+    def __init__(self, words: str, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.words = words
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        return self.make_metavar(ctx), self.words
+
+
+def _argument(name: str, stated: Argument, annotation: Any, default: Any) -> _Argument:
+    """An argument as click reads it: several words where its annotation is a list."""
+    several = any(get_origin(kind) is list for kind in (annotation, *get_args(annotation)))
+    return _Argument(
+        stated.help,
+        param_decls=[name],
+        metavar=stated.metavar,
+        required=default is inspect.Parameter.empty,
+        nargs=-1 if several else 1,
+        type=click.Path(path_type=Path) if _one_value(annotation) is Path else str,
+        shell_complete=run_names if stated.names_a_run else None,
+    )
+
+
+def _parameter(option: Option, several: bool, repeats: bool, default: Any, usual: str | None) -> click.Option:
+    """An option as click reads it. usual: what it is when left out, in words."""
+    kind: Any = option.takes if option.takes in (int, float, bool) else str
+    if option.takes is Path or option.metavar == "FILE":
+        kind = click.Path(path_type=Path)
     metavar, text = option.metavar or _METAVARS.get(option.takes, "WORD"), option.help
     if option.choices:
         text = f"{text} One of {', '.join(option.choices)}.".strip()
     if repeats:
-        kind, default, text = list[kind], default or None, f"{text} May be repeated."
+        default, text = None, f"{text} May be repeated."
     elif several and kind is not bool:
         kind, default, metavar = str, ",".join(map(str, default or ())) or None, f"{metavar},..."
+    elif option.least is not None and kind in (int, float):
+        kind = click.IntRange(int(option.least)) if kind is int else click.FloatRange(option.least)
     if usual is None and option.takes is not bool and default is not None:
         usual = str(default)
-    info = typer.Option(
-        *([option.short] if option.short else []),
-        option.flag,
+    offer: Any = option.complete or (completed(*option.choices) if option.choices else None)
+
+    def offered(_: click.Context, __: click.Parameter, incomplete: str) -> list[Any]:
+        return offer(incomplete)
+
+    return click.Option(
+        [*filter(None, (option.short,)), option.flag, option.parameter],
         help=f"{text} (default: {usual})" if usual else text,
-        rich_help_panel=option.group,
-        min=None if several or repeats else option.least,
-        metavar=None if option.takes is bool else metavar,
-        show_default=False,
-        autocompletion=option.complete or (completed(*option.choices) if option.choices else None),
+        type=kind,
+        is_flag=kind is bool,
+        multiple=repeats,
+        default=default,
+        metavar=None if kind is bool else metavar,
+        shell_complete=offered if offer else None,
     )
-    annotation = Annotated[kind | None if default is None else kind, info]
-    return inspect.Parameter(option.parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _value(option: Option, is_several: bool, repeats: bool, default: Any, values: Values) -> Any:
-    """What the verb gets for an option, of the values that typer read."""
+    """What the verb gets for an option, of the values that click read."""
     value = values[option.parameter]
     if repeats:
-        return tuple(value) if value is not None else default
+        return tuple(value) or default
     if value is None:
         return default
     if is_several:
@@ -183,16 +207,13 @@ def workload_in(text: str, takes: str) -> "OneWorkload":
     def take(*, workload: OneWorkload) -> None:
         workloads.append(workload)
 
-    command = command_of(Verb("run", take), TyperCommand, add_help_option=False)
+    command = command_of(Verb("run", take), click.Command, add_help_option=False)
     try:
         command.main(args=shlex.split(text), prog_name="--against", standalone_mode=False)
     except ValueError as error:
         raise InputError(f"cannot read --against {text!r}: {error}") from None
-    except Exception as error:
-        message = getattr(error, "format_message", None)  # typer's own errors; their module differs between versions
-        if message is None:
-            raise
-        fault = one_line(Exception(message())).removesuffix(".")
+    except click.ClickException as error:
+        fault = one_line(Exception(error.format_message())).removesuffix(".")
         raise InputError(f"--against {text!r}: {fault}; {takes}") from None
     if not workloads or not workloads[0].options:
         raise InputError(f"--against {text!r} says nothing of a workload: {takes}")
@@ -227,7 +248,7 @@ _FEW_VERBS = 4
 """Verbs that a line names."""
 
 
-class Command(TyperCommand):
+class Command(click.Command):
     """The command of one verb: its options in groups, examples below them, old spellings understood."""
 
     verb: Verb
@@ -259,12 +280,10 @@ class Command(TyperCommand):
             renewed = ["--help"]
         try:
             rest = super().parse_args(ctx, renewed)
-        except Exception as error:
-            # Typer's own errors have no name to import by: their module differs between versions.
-            if type(error).__name__ == "NoSuchOption":
-                self._refuse_anothers_option(str(getattr(error, "option_name", "")), ctx)
+        except click.NoSuchOption as error:
+            self._refuse_anothers_option(error.option_name, ctx)
             raise
-        sources = {param.opts[0]: ctx.get_parameter_source(param.name) for param in self.params}
+        sources = {param.opts[-1]: ctx.get_parameter_source(param.name) for param in self.params}
         flags = [flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
         GIVEN.set(tuple(flags))
         for rule in self.verb.conflicts:
@@ -290,6 +309,7 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
+        of_options = {option.parameter: option.group for option in self.options}
         common = () if ctx.meta.get(_HELP_ALL) else self.verb.common
         left_out = 0
         for param in self.get_params(ctx):
@@ -297,7 +317,7 @@ class Command(TyperCommand):
             if record is None:
                 continue
             is_argument = param.param_type_name == "argument"
-            group = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Help"
+            group = "Arguments" if is_argument else of_options.get(param.name or "", "Help")
             if common and group in GROUPS and not {*param.opts} & {*common}:
                 left_out += 1
             else:
@@ -315,8 +335,8 @@ class Command(TyperCommand):
                 formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
 
-class Verbs(TyperGroup):
-    """A command of verbs. A verb is built when it is asked for, since typer takes some milliseconds for each."""
+class Verbs(click.Group):
+    """A command of verbs. A verb is built when it is asked for: its module may take a while to import."""
 
     verbs: ClassVar[dict[str, tuple[str, str]]] = {}
     """Each verb's module, or module:record, and what it does. The module is imported when the verb is asked for."""
@@ -329,6 +349,9 @@ class Verbs(TyperGroup):
         super().__init__(**settings)
         every: dict[str, Any] = {**dict.fromkeys(self.verbs), **self.commands}  # None: not built yet
         self.commands = every
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if self.commands.get(cmd_name) is None and cmd_name in self.verbs:

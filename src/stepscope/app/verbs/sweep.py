@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
+import click
 import msgspec
 
 from stepscope.app.cli.output import Presentation, exit_code_of, sweep_progress
@@ -131,8 +132,6 @@ def measure_and_report(
 
     again: whether the same command goes on where this one stopped. retries: whether it has the option --retry.
     """
-    from typer import Exit
-
     from stepscope.engine.measured_cell import leaves_nothing
     from stepscope.engine.sweep import SweepInterrupted, run_sweep
     from stepscope.engine.sweep_plan import BROKEN
@@ -160,7 +159,7 @@ def measure_and_report(
         how = "the same command with --retry" if stays and retries else "the same command"
         tries = f": {delete}{how} tries {they} again" if again else ""
         warn(f"{len(broken)} of {counted(len(runs), 'cell')} ended without a result{tries}")
-    raise Exit(sweep_exit_code(runs))
+    raise click.exceptions.Exit(sweep_exit_code(runs))
 
 
 def _foretell(plan: "SweepPlan") -> None:

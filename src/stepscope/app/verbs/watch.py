@@ -149,9 +149,6 @@ def _run(program: Program, request: WatchRequest) -> NoReturn:
     interrupts.uninstall()
     if os.environ.get("KINETO_LOG_LEVEL") == "99":  # This command has put it in, for profilers of its own.
         del os.environ["KINETO_LOG_LEVEL"]
-    import typer.main
-
-    sys.excepthook = getattr(typer.main, "_original_except_hook", sys.__excepthook__)  # typer has put in its own
     try:
         run = prepare(program)
     except InputError as error:
