@@ -283,6 +283,18 @@ def test_a_shell_is_offered_names(tmp_path: Path):
     assert name.startswith("xl-b4-s1024") and list(ROOT.glob(f"results/h200/limit-80GiB/*{name}/run.json"))
 
 
+def test_the_shell_s_file_loads_the_completion_once(tmp_path: Path):
+    (tmp_path / ".bashrc").write_text("alias l=ls")  # no newline at the end
+    for _ in range(2):
+        done = command.stepscope("--install-completion", HOME=str(tmp_path), SHELL="/bin/bash")
+        assert done.returncode == 0 and str(tmp_path / ".bashrc") in done.stdout
+    lines = (tmp_path / ".bashrc").read_text().splitlines()
+    assert lines == ["alias l=ls", 'eval "$(_STEPSCOPE_COMPLETE=bash_source stepscope)"']
+    assert "_STEPSCOPE_COMPLETE=zsh_complete" in command.stepscope("--show-completion", SHELL="/bin/zsh").stdout
+    other = command.stepscope("--install-completion", SHELL="/bin/csh")
+    assert other.returncode == 2 and "bash, zsh, fish" in other.stderr
+
+
 @pytest.mark.parametrize("parallel", ["tensor-sequence", "fsdp2-tensor", "context", "context-textbook"])
 @pytest.mark.parametrize("model", [{}, {"model": "tiny"}])
 def test_ranks_may_share_a_sequence_of_the_usual_length(parallel: str, model: dict[str, str]):
