@@ -61,6 +61,8 @@ def test_readings_lie_round_the_measured_steps_alone(
     before, after = ["reading", "load"], ["reading"]
     expected = [*before, *["step"] * warmups, "reading", "load", *["step"] * 3, *after]
     assert floor <= warmups <= cap and happened[: len(expected)] == expected
+    assert {"build", "warm-up", "measure", "observe"} <= run.evidence.stages_s.keys()
+    assert run.evidence.stages_s["measure"] > sum(run.samples["step"].values_s) * 0.99
 
 
 def compiled_without_a_backend(parts: training_step.StepParts, _mode: str) -> torch.nn.Module:

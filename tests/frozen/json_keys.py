@@ -17,8 +17,9 @@ KEYED_BY_DATA = tuple(
     for name in (
         "artifacts", "arguments", "by_phase", "by_phase{}", "calls", "calls{}", "categories", "devices",
         "flops_per_s", "functions", "inputs", "left_out", "matmul", "model_forwards", "options", "other_events",
-        "pairs[].parts", "peak_flops_per_s", "ranges", "refused", "roles", "samples", "timings[].sizes", "too_large",
-        "tones", "tried[].change", "uncounted", "unmatched", "used_devices", "versions", "work", "works[].sizes",
+        "pairs[].parts", "peak_flops_per_s", "ranges", "refused", "roles", "samples", "stages_s", "timings[].sizes",
+        "too_large", "tones", "tried[].change", "uncounted", "unmatched", "used_devices", "versions", "work",
+        "works[].sizes",
     )
 )  # fmt: skip
 """Maps whose keys are data: names of phases, libraries, operators, devices, files."""

@@ -503,6 +503,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What recorded steps left behind; None where fewer than three were recorded."""
     process_start: ProcessStart | None = None
     """How a cell's process came to be. Forked ones share their addresses and hash seed. None where it is no cell's."""
+    stages_s: dict[str, float] = {}
+    """Seconds in each stage of the run, as displays name it: `measure` are the timed steps. Empty of a watched loop."""
     unmet: tuple[str, ...] = ()
     """What the config.json of the model asks for and the step does not do, a sentence each (core/user_model.py)."""
     notes: tuple[str, ...] = ()

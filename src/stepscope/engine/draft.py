@@ -1,6 +1,7 @@
 """A run that is being measured: what its stages share, and what is known so far."""
 
 import contextlib
+import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,8 +33,20 @@ class RunDraft:
         self.run, self.directory = run, directory
         self.saves = True
         """Whether this process writes the run: of the ranks that share a step, the first does."""
-        self.stage = "start"
+        self._stage, self._since_s = "start", time.monotonic()
+        self.stages_s: dict[str, float] = {}
+        """Seconds in each stage that is over."""
+
+    @property
+    def stage(self) -> str:
         """The name of the stage that is under way, for displays and failures."""
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: str) -> None:
+        now_s = time.monotonic()
+        self.stages_s[self._stage] = self.stages_s.get(self._stage, 0.0) + now_s - self._since_s
+        self._stage, self._since_s = stage, now_s
 
     @property
     def model(self) -> torch.nn.Module | None:

@@ -478,6 +478,7 @@ class _Readings:
     def before_the_measured_steps(self) -> None:
         """Read once after warm-up, so that what warm-up compiled does not count. The device idles meanwhile, so NVML is
         initialised already."""
+        self._draft.stage = "measure"
         self._updates = applied_updates(self._draft.step.optimizer)
         self._compiling.start()
         self._gpu, self._load = read_gpu(self._draft.device), HostLoad()

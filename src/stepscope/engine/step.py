@@ -157,6 +157,8 @@ def finished(draft: Draft) -> Run:
     """The run with its figures and findings, saved."""
     if draft.run.status == "interrupted":
         draft.save_meanwhile()  # whoever interrupted it may not wait for the statistics
+    draft.stage = "end"
+    draft.set_evidence(stages_s={stage: round(seconds, 3) for stage, seconds in draft.stages_s.items()})
     run = msgspec.structs.replace(draft.run, summary=summarise(draft.run))
     run = msgspec.structs.replace(run, findings=check_run(run))
     draft.run = run

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from stepscope.allocations.prediction.fit import budget_of_memory
-from stepscope.app.verbs.writeup import _commands, choose_cells, plan_text, within
+from stepscope.app.verbs.writeup import _commands, choose_cells, plan_text, time_spent, within
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import find_run_files, load_run, load_runs
 from stepscope.core.samples import least_squares
@@ -138,6 +138,16 @@ stepscope: card: 11.00 GiB for PyTorch's allocator; 20 TFLOP/s in a short forwar
 def test_the_plan_says_what_is_left_out_and_why():
     names = ("accumulation", "memory-recorded", "collectives", "precision-speed")
     assert plan_text(machine(11), [choose_cells(MEASURES[name], machine(11)) for name in names]) == PLAN
+
+
+def test_the_time_that_steps_took_is_said_of_runs_measured_since():
+    stages_s = {"build": 5.0, "warm-up": 10.0, "measure": 30.0, "observe": 8.0, "trace kineto": 12.0, "end": 1.0}
+    new = make_run(TextbookWorkload(model=configure("tiny")))
+    new = msgspec.structs.replace(new, evidence=msgspec.structs.replace(new.evidence, stages_s=stages_s))
+    old = msgspec.structs.replace(new, created="2025-12-31T00:00:00+00:00")
+    assert time_spent([old, new], new.instant, 100).startswith(
+        "this took 1:40: 50.0 % in steps that were timed (30.0 %) or recorded (20.0 %), 10.0 % in warm-up"
+    )
 
 
 def test_a_cpu_measures_small_models_and_what_it_ends_in_time():

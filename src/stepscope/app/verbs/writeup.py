@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -21,7 +22,7 @@ from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED
 from stepscope.core.formulas.spelled import cell_name, parameters_of
 from stepscope.core.options import BUDGET, MEASURING, OUTPUT, Argument, Option, Rule, verb
 from stepscope.core.run import REPEATED
-from stepscope.core.units import GIB, counted, format_bytes, format_rate, parse_bytes
+from stepscope.core.units import GIB, counted, format_bytes, format_rate, format_share, parse_bytes
 
 if TYPE_CHECKING:
     from stepscope.allocations.prediction.fit import Budget
@@ -108,6 +109,7 @@ def command(
     runs: Path,
 ) -> int:
     """Answer the questions of an assignment from stored runs; a question without data names its command."""
+    from stepscope.core.run_directory import load_runs
     from stepscope.rendering.picture import Drawer
     from stepscope.rendering.writeup import SCALES, Material, Target, assignment_named, gather, write_up
 
@@ -143,6 +145,7 @@ def command(
         return document
 
     machine = target.machine if size == "auto" else None
+    began = time.time()
     document = written()
     for fault in document.faults:
         warn(f"left out: {fault}")
@@ -156,19 +159,31 @@ def command(
         chosen = _planned([one.measure for one in chosen], machine, target, minutes)
         machine = target.machine
         document = written()  # what the plan leaves out for time is known
-    failed: list[str] = []
+    failed, stopped = _measure_all(chosen, machine, target, written)
+    document = written()
+    _said(document, target, run=run, failed=failed)
+    warn(time_spent(load_runs([target.store])[0], began, time.time() - began))
+    return EXIT_INTERRUPTED if stopped else EXIT_DONE
+
+
+def _measure_all(
+    chosen: "Sequence[Chosen]", machine: "Machine | None", target: "Target", written: "Callable[[], WriteUp]"
+) -> tuple[list[str], bool]:
+    """Run the commands, and have the document written after each measure but the last. Returns what could not be
+    measured, and whether Ctrl-C ended it."""
+    failed = list[str]()
     for one, words in _commands(chosen, machine, target):
         code = _measure(one.measure, words, target)
         if code in (EXIT_INTERRUPTED, -signal.SIGINT, -signal.SIGTERM):
-            _said(written(), target, run=run, failed=failed)
-            return EXIT_INTERRUPTED
+            return failed, True
         if code not in (EXIT_DONE, EXIT_CHECK_FAILED):
             failed.append(one.measure.name)
             warn(f"{one.measure.name} could not be measured (exit code {code}): the other questions go on")
         if words == one.commands(machine)[-1]:
             one.measure.mark(target.store).unlink(missing_ok=True)
-            document = written()
-    return _said(document, target, run=run, failed=failed)
+            if one is not chosen[-1]:
+                written()
+    return failed, False
 
 
 def _planned(
@@ -550,6 +565,28 @@ def _waited(process: "subprocess.Popen[bytes]") -> int:
             os.kill(process.pid, signal.SIGINT)  # a terminal has told it already, `kill` has not
         process.wait()
         return EXIT_INTERRUPTED
+
+
+_NO_STEPS = ("start", "check ranks", "build", "warm-up", "measure", "ceiling", "end")
+"""Stages of a run without steps that are recorded."""
+
+
+def time_spent(runs: "Iterable[StoredRun]", began: float, whole_s: float) -> str:
+    """Which shares of so many seconds went into steps, by the runs that were measured since `began`, in seconds since
+    1970. What a study that leaves no runs times is not counted."""
+    stages_s = Counter[str]()
+    for run in runs:
+        if run.instant >= began - 0.001:  # it is written in whole milliseconds
+            stages_s.update(run.evidence.stages_s)
+    timed_s, recorded_s = stages_s["measure"], sum(stages_s[each] for each in stages_s if each not in _NO_STEPS)
+    steps, timed, recorded, warm = (
+        format_share(min(1.0, seconds / whole_s))
+        for seconds in (timed_s + recorded_s, timed_s, recorded_s, stages_s["warm-up"])
+    )
+    return (
+        f"this took {_clock(whole_s)}: {steps} in steps that were timed ({timed}) or recorded ({recorded}), {warm} in "
+        "warm-up and compiling; the rest is start-up, making models, studies without steps, predictions and writing"
+    )
 
 
 def _said(document: "WriteUp", target: "Target", *, run: bool, failed: Sequence[str] = ()) -> int:
