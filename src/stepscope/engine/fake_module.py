@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import inspect
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -403,7 +404,7 @@ def _hang_on(fake: Any, tensor: Any) -> None:
     attributes: dict[str, Any] = tensor.__dict__
     of_gradients: Mapping[int, Any] = tensor._backward_hooks or {}
     of_sums: Mapping[int, Any] = tensor._post_accumulate_grad_hooks or {}
-    for name in attributes.keys() - set(dir(fake)):
+    for name in attributes.keys() - set(dir(fake)) if attributes else ():
         setattr(fake, name, attributes[name])
     for hook in of_gradients.values():
         fake.register_hook(hook)
@@ -438,15 +439,20 @@ def _on_fake_tensors(
     pure = torch.bfloat16 if workload.dtype == "bf16-pure" else None
     fakes: dict[int, Tensor] = {}
     real: list[Tensor] = []  # A tensor that is freed leaves its id to the next one.
+    tensors = itertools.chain(user_module.module.parameters(), user_module.module.buffers())
+    shared = Counter(map(fake_memory.storage_of, tensors))
 
     def faked(tensor: Tensor) -> Tensor:
-        fake: Tensor = mode.from_tensor(tensor.detach())
+        if fake_memory.is_simple(tensor) and shared[fake_memory.storage_of(tensor)] == 1:
+            fake: Tensor = fake_memory.like(tensor, mode)
+        else:
+            fake = mode.from_tensor(tensor.detach())
         if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
             fake = fake.clone()  # Of a view, and of what is expanded, a device gets the elements.
         if pure is not None and tensor.is_floating_point():
             fake = fake.to(pure)
         if isinstance(tensor, nn.Parameter):
-            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            vars(fake)["_is_param"] = True  # as nn.Parameter marks those of a subclass
         fake.requires_grad_(tensor.requires_grad)
         _hang_on(fake, tensor)
         return fake

@@ -17,7 +17,7 @@ import sys
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
@@ -29,7 +29,9 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
     UnsupportedOperatorException,
+    in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -46,6 +48,7 @@ _aten = torch.ops.aten
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *SCALED_PRODUCTS)
 _UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _READS_A_NUMBER = _aten._local_scalar_dense.default
+_DEVICE = torch.ops.prim.device.default
 
 _OF_HOST = contextvars.ContextVar("of_host", default=False)
 
@@ -150,14 +153,25 @@ class FakeMemory(TorchDispatchMode):
             if isinstance(tensor, nn.Parameter):
                 self._weights.add(index)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # `_watched` does, and not the questions about devices, which are most
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # autograd asks for it several times an operator
+        return self._watched(func, args, kwargs or {})
+
+    @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
+    def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator returns; its outputs are noted."""
         if func is _READS_A_NUMBER:
             return self._number(args[0], func)
         # Gradients are enabled inside autograd's engine only where a checkpoint runs a part of forward again.
         again = torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
         if func is _aten.add.Tensor and _adds_up_in_place(args[0]):
             func = _aten.add_.Tensor
-        outputs = self._run(func, args, kwargs or {})
+        outputs = self._run(func, args, kwargs)
         for tensor in _tensors(outputs):
             index = self._note(tensor, func)
             if index is not None:
@@ -179,7 +193,7 @@ class FakeMemory(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator returns."""
-        return func(*args, **kwargs)
+        return _Call(func, args, kwargs).worked_out()
 
     def _number(self, tensor: Tensor, _func: Any) -> bool | float:
         """A stand-in for the value that a fake tensor lacks. A step asks for conditions, its count, and overflow."""
@@ -243,6 +257,206 @@ _THE_GRADIENT_AND_OURS = 2
 """References to a storage that one tensor has, while `storage` above is another."""
 
 
+# What operators return, worked out once for arguments of equal sizes: PyTorch's fake mode takes some 150 microseconds
+# for a call, and each of a model's equal layers makes the same calls.
+
+
+@dataclass(frozen=True, slots=True)
+class _Outputs:
+    """What an operator returns for arguments of certain sizes."""
+
+    written: int | None = None
+    """The place of the argument that it writes into and returns; None where it makes new tensors."""
+    made: tuple[tuple[Any, ...] | None, ...] | None = ()
+    """Size, stride, dtype and device of each new tensor; None where PyTorch's fake mode must be asked each time."""
+    several: type | None = None
+    """The type of what holds them, where it returns several."""
+
+
+_ASKED = _Outputs(made=None)
+_outputs: dict[tuple[Any, ...], _Outputs] = {}
+_stays_real: dict[tuple[Any, ...], bool] = {}
+_kinds: dict[Any, Literal["view", "nothing", "kept", "asked"]] = {}
+_BY_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view})
+_ALIASES = frozenset({_aten._unsafe_view.default})
+"""Operators that return another view of their argument, though their schema does not say so."""
+_PLAIN = frozenset({
+    int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
+})  # fmt: skip
+"""Types of arguments whose values are all that there is to them; 1 and 1.0 are two."""
+
+
+class _Call:
+    """A call of an operator.
+
+    tensors: all that it was given. key: all that the sizes of its outputs may depend on; None where that is more.
+    """
+
+    __slots__ = ("args", "func", "key", "kwargs", "mode", "tensors")
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.tensors: list[Tensor] = []
+        self.mode: FakeTensorMode | None = None
+        described: list[Any] = [func, torch.get_default_dtype()]
+        sayable = self._describe(args, described)
+        for name, value in kwargs.items():
+            described.append(name)
+            sayable = self._describe((value,), described) and sayable
+        self.key = tuple(described) if sayable else None
+
+    def _describe(self, values: Iterable[Any], described: list[Any]) -> bool:
+        sayable = True
+        for value in values:
+            kind = type(value)
+            if kind is FakeTensor or kind is Tensor:
+                self.tensors.append(value)
+                mode = None
+                if kind is FakeTensor:
+                    mode = self.mode = value.fake_mode
+                    sayable &= value.constant is None
+                if value.layout is not torch.strided or value.dtype.is_complex:
+                    sayable = False
+                else:
+                    place = (value.storage_offset(), value.device if mode is None else value.fake_device, mode is None)
+                    described.append((value.shape, value.stride(), value.dtype, place))
+            elif kind in _PLAIN:
+                described.append((kind, value))
+            elif kind is list or kind is tuple or kind is torch.Size:
+                described.append(len(value))
+                sayable &= self._describe(value, described)
+            else:
+                sayable = False
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Tensor):
+                        self.tensors.append(leaf)
+                    if isinstance(leaf, FakeTensor):
+                        self.mode = leaf.fake_mode
+        return sayable
+
+    def asked(self) -> Any:
+        """What PyTorch's fake mode returns."""
+        return self.func(*self.args, **self.kwargs)
+
+    def worked_out(self) -> Any:
+        """What it returns: fake tensors of the sizes that PyTorch's fake mode found for such arguments before."""
+        kind = _kinds.get(self.func) or _kinds.setdefault(self.func, _kind(self.func))
+        if kind == "asked" or self.key is None or self.mode is None or torch.is_inference_mode_enabled():
+            return self.asked()
+        if kind == "nothing":
+            return None
+        if kind == "view":
+            return self._seen() if all(type(tensor) is FakeTensor for tensor in self.tensors) else self.asked()
+        return self._kept(self.key, self.mode)
+
+    def _kept(self, key: tuple[Any, ...], mode: FakeTensorMode) -> Any:
+        """What it writes into, or new tensors of the sizes that are kept for the key."""
+        known = _outputs.get(key)
+        if known is None:
+            before = [*map(_size, self.tensors)]
+            outputs = self.asked()
+            _outputs[key] = self._understood(outputs) if before == [*map(_size, self.tensors)] else _ASKED
+            return outputs
+        if known.made is None:
+            return self.asked()
+        if known.written is not None:
+            return self.args[known.written]
+        with torch._C._DisableTorchDispatch():
+            made = [None if each is None else _new(mode, *each) for each in known.made]
+        return known.several(made) if known.several else made[0]
+
+    def _seen(self) -> Any:
+        """Views, by the operator's kernel for tensors on meta: it reads no more than sizes."""
+        mode, base = self.mode, self.tensors[0]
+        assert mode is not None and isinstance(base, FakeTensor)
+        with in_kernel_invocation_manager(mode):
+            views = self.asked()
+        if isinstance(views, Tensor):
+            return _faked(views, mode, base.fake_device)
+        return type(views)(_faked(view, mode, base.fake_device) for view in views)
+
+    def _understood(self, outputs: Any) -> _Outputs:
+        """The outputs, to be made again of their sizes alone; of none that share memory with another tensor."""
+        written = next((place for place, value in enumerate(self.args) if value is outputs), None)
+        if written is not None:
+            return _Outputs(written=written) if type(outputs) is FakeTensor else _ASKED
+        several = type(outputs) if type(outputs) in (list, tuple) else None
+        results = outputs if several else (outputs,)
+        tensors = [each for each in results if each is not None]
+        simple = all(type(each) is FakeTensor and each.constant is None and is_simple(each) for each in tensors)
+        if self.func._schema.is_mutable or not simple:
+            return _ASKED
+        mine = {tensor.untyped_storage()._cdata for tensor in self.tensors}
+        new = [tensor.untyped_storage()._cdata for tensor in tensors]
+        if len(set(new)) < len(new) or mine & set(new):
+            return _ASKED
+        made = tuple(
+            None if each is None else (tuple(each.shape), each.stride(), each.dtype, each.fake_device)
+            for each in results
+        )
+        return _Outputs(made=made, several=several)
+
+
+def _kind(func: Any) -> Literal["view", "nothing", "kept", "asked"]:
+    """What is known of an operator: that it makes views, or writes into lists of tensors and returns nothing, or that
+    what it returns is kept."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or _BY_DATA & set(func.tags):
+        return "asked"
+    if any(argument.is_out for argument in func._schema.arguments):
+        return "asked"
+    if func._schema.name.startswith("aten::_foreach_") and not func._schema.returns:
+        return "nothing"
+    if not func.is_view and func not in _ALIASES:
+        return "kept"
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return "asked" if composite else "view"
+
+
+def _size(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.untyped_storage().nbytes()
+
+
+def like(tensor: Tensor, mode: FakeTensorMode) -> FakeTensor:
+    """A new fake tensor of a simple tensor's size, stride, dtype and device."""
+    with torch._C._DisableTorchDispatch():
+        return _new(mode, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    """What tells the storage of a strided tensor from others; None for another layout."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def is_simple(tensor: Tensor) -> bool:
+    """Whether a tensor is a plain or fake one with a storage that it fills, so that its size and stride say all."""
+    if type(tensor) not in (Tensor, nn.Parameter, FakeTensor) or tensor.layout is not torch.strided:
+        return False
+    if tensor.dtype.is_complex or tensor.storage_offset() or tensor.is_inference():
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() == (last + 1 if tensor.numel() else 0) * tensor.itemsize
+
+
+def _new(
+    mode: FakeTensorMode, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    return _faked(torch.empty_strided(size, stride, dtype=dtype, device="meta"), mode, device)
+
+
+def _faked(meta: Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
+    """A fake tensor, made as `FakeTensor.__new__` does it, which takes five times as long."""
+    if device not in _attributes:
+        _attributes[device] = FakeTensor(mode, meta, device).__dict__.copy()
+    fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(_attributes[device], fake_mode=mode)
+    return fake
+
+
+_attributes: dict[torch.device, dict[str, Any]] = {}
+"""Attributes of a new fake tensor on each device."""
+
+
 def _tensors(outputs: Any) -> Iterator[Tensor]:
     if isinstance(outputs, Tensor):
         yield outputs
@@ -292,33 +506,37 @@ class FakeMemoryOfOwn(FakeMemory):
         """Bytes of the input, weight and output of the largest convolution."""
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
-        if not fake and self._stays_real(func, args, kwargs, bool(tensors)):
+        call = _Call(func, args, kwargs)
+        if call.mode is None and self._stays_real(call):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         try:
-            outputs = _grouped(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
+            outputs = _grouped(*args, **kwargs) if func is _GROUPED else call.worked_out()
         except (DynamicOutputShapeException, DataDependentOutputException):
             outputs = self._at_most(func, args)
         except UnsupportedOperatorException as error:
             why = "has no fake implementation: register one by torch.library.register_fake"
             raise self._refused(func, why) from error
-        self._look_at(func, tensors, outputs)
+        self._look_at(func, call.tensors, outputs)
         return outputs
 
-    def _stays_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool) -> bool:
+    def _stays_real(self, call: _Call) -> bool:
         """Whether an operator that reads no fake tensor may really run: its output is small, or there is none."""
-        if reads and func._schema.is_mutable:
+        if call.tensors and call.func._schema.is_mutable:
             return True
+        if call.key is not None and call.key in _stays_real:
+            return _stays_real[call.key]
         try:
-            outputs = func(*args, **kwargs)
+            outputs = call.asked()
         except (DynamicOutputShapeException, DataDependentOutputException):
             return True
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-        return all(
+        small = all(
             tensor.nbytes <= (LARGEST_REAL_FLOATS if tensor.is_floating_point() else LARGEST_REAL) for tensor in results
         )
+        if call.key is not None:
+            _stays_real[call.key] = small
+        return small
 
     def _number(self, tensor: Tensor, func: Any) -> bool | float:
         if not isinstance(tensor, FakeTensor):
