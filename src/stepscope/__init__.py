@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from stepscope.app.verbs.stored_runs import Advised, Measured, advise, show
     from stepscope.app.verbs.trace import Traced, trace
     from stepscope.app.verbs.tune import Found, tune
-    from stepscope.core.errors import InputError, StepscopeError
+    from stepscope.core.errors import InputError, LimitExceeded, StepscopeError
     from stepscope.engine.watched_run import Watched, watch
     from stepscope.training.parts.replaced import Replaced
 
 __version__ = "0.1.0"
 __all__ = [
-    "Advised", "Benched", "Compared", "Fitted", "Found", "InputError", "Measured", "Remembered", "Replaced",
-    "StepscopeError", "Timed", "Traced", "Watched", "__version__", "advise", "bench", "compare", "fit", "measure",
-    "memory", "replace_parts", "run", "show", "trace", "tune", "watch",
+    "Advised", "Benched", "Compared", "Fitted", "Found", "InputError", "LimitExceeded", "Measured", "Remembered",
+    "Replaced", "StepscopeError", "Timed", "Traced", "Watched", "__version__", "advise", "bench", "compare", "fit",
+    "measure", "memory", "replace_parts", "run", "show", "trace", "tune", "watch",
 ]  # fmt: skip
 
 _WHERE = {
@@ -58,7 +58,7 @@ _WHERE = {
     **dict.fromkeys(("trace", "Traced"), "app.verbs.trace"),
     **dict.fromkeys(("tune", "Found"), "app.verbs.tune"),
     **dict.fromkeys(("watch", "Watched"), "engine.watched_run"),
-    **dict.fromkeys(("InputError", "StepscopeError"), "core.errors"),
+    **dict.fromkeys(("InputError", "LimitExceeded", "StepscopeError"), "core.errors"),
 }
 """The module of each name that is imported when it is first asked for."""
 

@@ -275,7 +275,7 @@ def find_device_spec(device_name: str) -> DeviceSpec | None:
     return None
 
 
-_PLAIN = dict.fromkeys(("h100", "h100 sxm", "h100 sxm5"), "NVIDIA H100 80GB HBM3")
+_PLAIN: dict[str, str] = dict.fromkeys(("h100", "h100 sxm", "h100 sxm5"), "NVIDIA H100 80GB HBM3")
 """The device that a plain name means, where its variants differ: the one that most have."""
 _MOST_NAMES = 8
 

@@ -110,6 +110,12 @@ class GateFailure(StepscopeError):
     exit_code = EXIT_CHECK_FAILED
 
 
+class LimitExceeded(StepscopeError):
+    """Raised where a result is beyond a limit that the user gave."""
+
+    exit_code = EXIT_CHECK_FAILED
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """The first sentence-like line of an exception's message, safe to print on one line."""
     return middle_cut(printable(_first_line(error) or type(error).__name__), limit)

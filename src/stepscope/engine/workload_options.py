@@ -258,8 +258,8 @@ _OF_ANY_MODEL = (
 """Options of a workload that say something of a user's own model, too."""
 
 
-_OF_A_CONFIGURATION = ("batch_size", "seq_len")
-"""Options of a workload that are arguments of a model's config.json."""
+_ARGUMENTS = ("batch_size", "seq_len")
+"""Options of a workload that are arguments of a factory with parameters of these names, and of a config.json."""
 
 
 def _user_workloads(options: Mapping[str, Sequence[Any]]) -> list[FactoryWorkload]:
@@ -275,7 +275,7 @@ def _user_workloads(options: Mapping[str, Sequence[Any]]) -> list[FactoryWorkloa
             raise InputError(_ARG_ALONE)
         return []
     check_modules(options)
-    takes = (*_OF_ANY_MODEL, *(("model", *_OF_A_CONFIGURATION) if files else ()))
+    takes = (*_OF_ANY_MODEL, *_ARGUMENTS, *(("model",) if files else ()))
     strangers = [flag for flag in _flags(options) if flag.removeprefix("--").replace("-", "_") not in takes]
     if strangers:
         whose, instead = (
@@ -285,7 +285,7 @@ def _user_workloads(options: Mapping[str, Sequence[Any]]) -> list[FactoryWorkloa
         )
         raise InputError(f"{', '.join(strangers)} belongs to the textbook's model, and not to {whose}: {instead}")
     arguments = parse_arguments(options.get("arg", ()))
-    for name in _OF_A_CONFIGURATION if files else ():
+    for name in _ARGUMENTS:
         if name in options:
             if name in arguments:
                 raise InputError(f"--{name.replace('_', '-')} and --arg {name} say the same: give one of them")
@@ -394,10 +394,18 @@ def check_one_model(
 
 
 def of_factory(factory: str, arguments: Mapping[str, Any] | None, choices: Mapping[str, Any]) -> FactoryWorkload:
-    """The workload of what a factory makes of its arguments. Raises InputError for choices of the textbook's model."""
-    fields = fields_of_any_model(choices, "give the factory arguments")
+    """The workload of what a factory makes of its arguments, of which seq_len and batch_size may be choices. Raises
+    InputError for choices of the textbook's model."""
+    sizes = {name: choices[name] for name in _ARGUMENTS if name in choices}
+    if twice := sizes.keys() & (arguments or {}).keys():
+        raise InputError(f"{' and '.join(sorted(twice))} stand in arguments, too: say it once")
+    others = {name: value for name, value in choices.items() if name not in sizes}
     workload = FactoryWorkload(
-        factory=factory, code=code_digest(factory), model=UserModel(name=""), arguments=dict(arguments or {}), **fields
+        factory=factory,
+        code=code_digest(factory),
+        model=UserModel(name=""),
+        arguments={**(arguments or {}), **sizes},
+        **fields_of_any_model(others, "give the factory arguments"),
     )
     for sentence in unmet(workload):
         warnings.warn(f"{factory}: {sentence}", stacklevel=3)

@@ -376,6 +376,34 @@ def test_a_prediction_is_that_of_the_command(capsys: pytest.CaptureFixture[str])
         stepscope.fit(3)  # type: ignore[arg-type]
 
 
+def test_of_lists_the_step_that_needs_most_is_predicted_with_each_of_them():
+    found = stepscope.fit("tiny", seq_len=[64, 128], device=["4090", "L4"])
+    assert [one.workload.seq_len for one in found.steps] == [64, 64, 128, 128]
+    assert found.peak_bytes == found.steps[2].peak_bytes == stepscope.fit("tiny", seq_len=128).peak_bytes
+    assert found.fits and found.verdict == found.steps[2].verdict
+    assert [row[0] for row in found.answer.tables[0].rows] == ["64", "128"] and "fits 4090" in repr(found)
+    assert not stepscope.fit("tiny", dtype=["fp32", "bf16"], memory="64MiB").fits
+    assert stepscope.fit("tiny", memory="150MiB").ways
+
+
+def test_what_a_rank_holds_is_answered_by_strategy():
+    """AdamW's two moments of fp32 weights, half of them on each of two ranks with ZeRO-1: the least that is saved."""
+    found = stepscope.fit("tiny", parallel=["zero1", "none"])
+    count = found.answer.tables[0].rows[0][2]
+    assert isinstance(count, int)
+    alone, shared = found.by_strategy["none"], found.by_strategy["zero1"]
+    assert found.peak_bytes == alone >= shared + count and found.fits is None
+
+
+def test_a_peak_beyond_its_limit_is_raised():
+    peak = stepscope.fit("tiny").peak_bytes
+    assert stepscope.fit("tiny", fail_if_larger=peak).peak_bytes == peak
+    with pytest.raises(stepscope.LimitExceeded, match=r"tiny-b4-s512-fp32-train is .*, 1 B larger than fail_if_larger"):
+        stepscope.fit("tiny", fail_if_larger=peak - 1)
+    with pytest.raises(stepscope.LimitExceeded, match="1 of 2 steps are larger"):
+        stepscope.fit("tiny", seq_len=[64, 512], fail_if_larger=peak - 1)
+
+
 @pytest.mark.slow
 def test_a_module_of_ones_own_is_predicted_as_its_factory_is(tmp_path: Path):
     """By its factory, in a process of its own, and as an object, in this one, of which nothing is trained or faked."""
@@ -415,6 +443,14 @@ def test_a_module_of_ones_own_is_predicted_as_its_factory_is(tmp_path: Path):
         ({"model": net(), "batch": torch.ones(2, 8)}, "the model Sequential has no loss"),
         ({"model": net(), "batch": torch.ones(2, 8), "loss": square, "compile": "default"}, "cannot be run on fake"),
         ({"model": "tiny", "batch": torch.ones(2)}, "batch: only a model that is an nn.Module takes it"),
+        (
+            {"model": "tiny", "parallel": "zero1", "memory": "8GiB"},
+            "parallel is of the textbook's model, and asks for no",
+        ),
+        ({"model": "tiny", "ranks": 2}, "ranks belong to parallel"),
+        ({"model": "tiny", "seq_len": []}, "seq_len is an empty list"),
+        ({"model": "tiny", "fail_if_larger": 0}, "fail_if_larger is 0: give bytes above zero"),
+        ({"module": "a.py:make", "arguments": {"seq_len": 8}, "seq_len": 8}, "seq_len stand in arguments, too"),
         ({"model": SimpleNamespace(phases=[("forward", print)])}, "is a step of its own, with phases"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),

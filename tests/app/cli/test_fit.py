@@ -357,6 +357,21 @@ def test_models_that_cannot_have_what_was_said_are_left_out_of_a_sweep():
     assert "no model is left: xl: kv_heads 4" in none.stderr
 
 
+def test_a_peak_beyond_its_limit_ends_with_code_1():
+    command = ["--model", "tiny", "--seq-len", "64,512"]
+    done = stepscope("fit", *command, "--fail-if-larger", "300MiB", "--json")
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert (
+        "stepscope: the predicted peak of tiny-b4-s512-fp32-train is 576.60 MiB, 276.60 MiB larger than" in done.stderr
+    )
+    short, long = json.loads(done.stdout)
+    assert short["limit_bytes"] == long["limit_bytes"] == 300 * MIB and short["larger_by_bytes"] == 0
+    assert long["larger_by_bytes"] == long["peak_bytes"] - 300 * MIB
+    assert stepscope("fit", *command, "--fail-if-larger", "600MiB").returncode == 0
+    alone = stepscope("fit", "--model", "tiny", "--fail-if-larger", "300MiB")
+    assert alone.returncode == 1 and "The peak is" in alone.stdout and "larger than --fail-if-larger" in alone.stderr
+
+
 # --- Bad input ---
 
 
@@ -384,6 +399,7 @@ def test_without_a_size_the_peak_is_said_and_several_devices_are_answered_each()
         ("--memory lots", "as in 80GiB"),
         ("--memory -5GiB", "as in 80GiB"),
         ("--memory 80GiB --device H100", "give one of them"),
+        ("--sweep --fail-if-larger 1GiB", "is of peaks: leave out --sweep"),
         ("--sweep", "--memory 80GiB, or one --device"),
         ("--sweep --device H100,H200", "or one --device"),
         ("--device GTX-9999", "choose one of"),

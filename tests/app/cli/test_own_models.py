@@ -240,7 +240,7 @@ def test_gradients_of_ones_own_by_its_modules(own: Path):
         ),
         (
             ("underflow", "--module", "own.py:make", "--seq-len", "8"),
-            "--seq-len belongs to the textbook's model, and not to --module: give the factory an argument",
+            "has no parameter 'seq_len'",
         ),
         (("parity", "--module", "own.py:make", "--arg", "width=8,9"), "--arg width has 2 values"),
         (("attention-step", "--module", "own.py:make"), "No such option: --module"),

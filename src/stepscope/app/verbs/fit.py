@@ -1,8 +1,9 @@
 """`fit`: will it fit, and if not, what would make it fit. Nothing is run on real tensors."""
 
 import gc
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
@@ -12,14 +13,15 @@ from stepscope.app.cli.options import device_names
 from stepscope.app.cli.output import Presentation, stdout_kept_clean
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.app.verbs.run import gradients_kept, of_object
-from stepscope.core.errors import InputError, choose, warn
+from stepscope.core.errors import InputError, LimitExceeded, choose, warn
 from stepscope.core.files import json_document
+from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.model_config import PRESETS, ModelOptions
 from stepscope.core.options import BUDGET, PARALLEL, Option, Rule, spelled_out, verb
 from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
 from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES
-from stepscope.core.units import parse_bytes
+from stepscope.core.units import format_bytes, parse_bytes
 from stepscope.core.workloads import Compile, FactoryWorkload, Optimizer, Phase, TextbookWorkload, Workload
 from stepscope.engine.workload_options import (
     ManyWorkloads,
@@ -36,13 +38,16 @@ if TYPE_CHECKING:
 
     from stepscope.allocations.prediction.answer import AnyFit
     from stepscope.allocations.prediction.estimate import MemoryEstimate
-    from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit, Plan
+    from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit, Plan, Way
+    from stepscope.core.answer import Answer
+    from stepscope.training.user_module.loading import Loaded
     from stepscope.training.user_module.module_step import UserModule
 
 
 @dataclass(frozen=True, repr=False)
 class Fitted(Shown):
-    """The predicted peak of a step, and whether it fits into the memory that was named."""
+    """The predicted peak of a step, and whether it fits into the memory that was named; of several steps or devices,
+    the one that fits least."""
 
     workload: Workload
     """What is predicted: the model and how it runs."""
@@ -51,12 +56,16 @@ class Fitted(Shown):
     verdict: "Fit[MemoryEstimate] | Fit[FakeEstimate] | None"
     """Whether it fits, by how much, and what would make it fit; None where no memory was named."""
     answer: ShownAnswer
-    """The peak by category, the verdict, and the plans."""
+    """The peak by category, the verdict, and the plans; of several steps a table."""
+    steps: "tuple[Fitted, ...]" = ()
+    """Each of several steps, on each of several devices."""
+    by_strategy: dict[str, int] = field(default_factory=dict[str, int])
+    """With parallel: the peak of the rank that needs most, in bytes; the estimate is of one process then."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that PyTorch's allocator holds at once."""
-        return self.estimate.peak_bytes
+        """The most that PyTorch's allocator holds at once; of several strategies the largest."""
+        return max(self.by_strategy.values(), default=self.estimate.peak_bytes)
 
     @property
     def fits(self) -> bool | None:
@@ -67,6 +76,11 @@ class Fitted(Shown):
     def plans(self) -> "tuple[Plan, ...]":
         """Changes that would make it fit, the cheapest first; none where it fits, or nothing helps."""
         return self.verdict.plans if self.verdict is not None else ()
+
+    @property
+    def ways(self) -> "tuple[Way, ...]":
+        """Single changes with the memory that each leaves, enough or not; none where it fits, or for a module."""
+        return self.verdict.ways if self.verdict is not None else ()
 
     @property
     def largest_batch(self) -> int | None:
@@ -90,18 +104,21 @@ def fit(
     module: str | None = None,
     arguments: Mapping[str, Any] | None = None,
     memory: int | str | None = None,
-    device: str | None = None,
-    seq_len: int | None = None,
-    batch_size: int | None = None,
-    dtype: Dtype | None = None,
+    device: str | Sequence[str] | None = None,
+    fail_if_larger: int | str | None = None,
+    seq_len: int | Sequence[int] | None = None,
+    batch_size: int | Sequence[int] | None = None,
+    dtype: Dtype | Sequence[Dtype] | None = None,
     phase: Phase | None = None,
-    attention: Attention | None = None,
+    parallel: str | Sequence[str] | None = None,
+    ranks: int | None = None,
+    attention: Attention | Sequence[Attention] | None = None,
     kernels: str | Mapping[str, str] | None = None,
     compile: Compile | None = None,
     optimizer: "Optimizer | torch.optim.Optimizer | None" = None,
     clip: float | None = None,
-    checkpointing: str | None = None,
-    accumulation: int | None = None,
+    checkpointing: str | Sequence[str] | None = None,
+    accumulation: int | Sequence[int] | None = None,
     **options: Unpack[ModelOptions],
 ) -> Fitted:
     """Predict the peak memory of a step on a GPU, say whether it fits, and what would make it fit. Needs no GPU.
@@ -111,6 +128,7 @@ def fit(
         found = stepscope.fit(net, batch, loss, memory="80GiB")                    # a module of your own
         found.fits, found.peak_bytes, found.largest_batch
         [plan.options for plan in found.plans]
+        stepscope.fit("xl", seq_len=[256, 512], device=["4090", "H100"]).steps     # of lists a table, and each step
 
     What is predicted, one of three:
 
@@ -119,8 +137,8 @@ def fit(
       {options} in place of the preset's own, and kernels as in
       `stepscope.run`. It is computed by formula, and needs no PyTorch.
     - module, a factory as `--module` names it: "package.module:factory", "file.py:factory", or the config.json of a
-      Hugging Face model; arguments are what it is called with. It runs in a process of its own. The longest sequence is
-      looked for, too, where seq_len is an argument.
+      Hugging Face model; arguments are what it is called with, with seq_len and batch_size. It runs in a process of its
+      own. The longest sequence is looked for, too, where seq_len is an argument.
     - model, an nn.Module, with its batch and its loss, as `stepscope.run` takes them. It is copied in this process,
       once for each variant that is tried, and its sequences keep their length. optimizer may be one that holds its
       parameters.
@@ -130,38 +148,99 @@ def fit(
     refused.
 
     memory: how much PyTorch may allocate, in bytes or as in "80GiB".
-    device: a device by its name, as in "H100": how much PyTorch states of it.
+    device: a device by its name, as in "H100", or several: how much PyTorch states of it.
+    fail_if_larger: the largest peak that is right, in bytes or as in "22GiB".
+    parallel, ranks: what one of so many ranks (2) holds of the textbook's step, by strategy, as in ["zero1", "none"].
     dtype, phase, optimizer, clip, checkpointing, accumulation: as in `stepscope.run`, for any model.
+
+    Of a list the result is the step that fits least, or has the largest peak; its answer is the table of all.
 
     Without memory and device the peak alone is predicted.
 
     Raises InputError for a name that is not known, sizes that cannot be, what cannot be predicted, and where memory and
-    device are both given.
+    device are both given; LimitExceeded where the peak is larger than fail_if_larger.
     """
     choices = choices_among("fit", locals(), options)
     check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)
-    budget = _budget(memory, device)
-    budgets = [budget] if budget else []
+    budgets, names = _budgets(memory, device)
+    limit = None if fail_if_larger is None else _size(fail_if_larger, "fail_if_larger")
+    several: dict[str, tuple[Any, ...]] = {
+        name: (*value,) if isinstance(value, (list, tuple)) else (value,) for name, value in choices.items()
+    }
+    if empty := [name for name, values in several.items() if not values]:
+        raise InputError(f"{empty[0]} is an empty list: name at least one value")
+    if strategies := several.pop("parallel", ()):
+        if budgets or module is not None or not (model is None or isinstance(model, str)):
+            raise InputError("parallel is of the textbook's model, and asks for no budget: leave the others out")
+        found = _held(_textbook(model, several), strategies, ranks or 2)
+    else:
+        if ranks is not None:
+            raise InputError("ranks belong to parallel: say which, as in parallel='zero1'")
+        fits = _each_predicted(model, batch, loss, module, arguments, several, budgets)
+        found = _of_several(fits, names) if len(fits) > 1 or len(fits[0]) > 1 else _fitted(fits[0][0])
+    peaks = {cell_name(one.workload): one.peak_bytes for one in found.steps or (found,)}
+    _refuse_larger(peaks, limit, "fail_if_larger")
+    return found
+
+
+def _each_predicted(
+    model: object,
+    batch: object,
+    loss: Any,
+    module: str | None,
+    arguments: Mapping[str, Any] | None,
+    several: Mapping[str, tuple[Any, ...]],
+    budgets: "Sequence[Budget]",
+) -> "list[list[AnyFit]]":
+    """The predictions of every combination of the choices, each for every budget."""
+    combined = [dict(zip(several, values, strict=True)) for values in itertools.product(*several.values())]
+    search = len(combined) == 1
     if module is not None:
-        from stepscope.questions.fit_apart import fit_apart
-
-        return _fitted(fit_apart(of_factory(module, arguments, choices), budgets)[0])
+        return [_predicted(of_factory(module, arguments, one), budgets, search=search) for one in combined]
     if model is None or isinstance(model, str):
-        from stepscope.allocations.prediction.fit import fit as predict
-
-        workload = OneWorkload({"model": model or "small", **choices}).workload(seq_len=512)
-        return _fitted(predict(workload, budget))
-    user_workload, copied = of_object(model, batch, loss, choices)
+        return [_predicted(step, budgets, search=search) for step in _textbook(model, several)]
     from stepscope.engine.fake_module import fit_module
 
-    def copy() -> "UserModule":
-        loaded = copied()
-        if loaded.user_module is None:
-            raise InputError(f"{loaded.name} is a step of its own, with phases: give its module and a batch")
-        return loaded.user_module
+    fits: list[list[AnyFit]] = []
+    for choices in combined:
+        user_workload, copied = of_object(model, batch, loss, choices)
 
-    with gradients_kept(model):
-        return _fitted(fit_module(user_workload, budgets, module=copy)[0])
+        def copy(copied: "Callable[[], Loaded]" = copied) -> "UserModule":
+            loaded = copied()
+            if loaded.user_module is None:
+                raise InputError(f"{loaded.name} is a step of its own, with phases: give its module and a batch")
+            return loaded.user_module
+
+        with gradients_kept(model):
+            fits.append([*fit_module(user_workload, budgets, module=copy, search=search)])
+    return fits
+
+
+def _textbook(model: str | None, several: Mapping[str, tuple[Any, ...]]) -> list[Workload]:
+    """The workloads of the textbook's model; of one, with the words of one for what cannot be."""
+    options = {"model": (model or "small",), **several}
+    if all(len(values) == 1 for values in options.values()):
+        return [OneWorkload({name: value for name, (value,) in options.items()}).workload(seq_len=512)]
+    return ManyWorkloads(options).workloads(seq_len=512)
+
+
+def _of_several(fits: "Sequence[Sequence[AnyFit]]", names: Sequence[str]) -> Fitted:
+    """The step that fits least, or needs most, with each of them and the table of all."""
+    from stepscope.allocations.prediction.answer import answer_fits
+
+    every = tuple(_fitted(fit) for of_step in fits for fit in of_step)
+    least = max(every, key=lambda one: (one.fits is False, one.peak_bytes))
+    return Fitted(least.workload, least.estimate, least.verdict, shown_answer(answer_fits(fits, names)), every)
+
+
+def _held(steps: Sequence[Workload], strategies: Sequence[str], ranks: int) -> Fitted:
+    from stepscope.allocations.prediction.estimate import estimate
+
+    answer = _moments(steps, strategies, ranks)
+    peaks = {str(row[0]): row[-1] for row in answer.tables[0].rows if isinstance(row[-1], int)}  # the last row of each
+    step = steps[0]
+    assert isinstance(step, TextbookWorkload)
+    return Fitted(step, estimate(step), None, shown_answer(answer), by_strategy=peaks)
 
 
 def _fitted(fit: "Fit[MemoryEstimate] | Fit[FakeEstimate]") -> Fitted:
@@ -170,19 +249,36 @@ def _fitted(fit: "Fit[MemoryEstimate] | Fit[FakeEstimate]") -> Fitted:
     return Fitted(fit.workload, fit.estimate, fit if fit.budget else None, shown_answer(answer_fit(fit)))
 
 
-def _budget(memory: int | str | None, device: str | None) -> "Budget | None":
+def _budgets(memory: int | str | None, device: str | Sequence[str] | None) -> "tuple[list[Budget], tuple[str, ...]]":
+    """The budgets that are meant, and the names of those of devices."""
     from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory
 
     if memory is not None and device is not None:
         raise InputError("memory and device both say how much there is: give one of them")
     if device is not None:
-        return budget_of_device(device)
-    if memory is None:
-        return None
-    size = parse_bytes(memory) if isinstance(memory, str) else memory
+        names = (device,) if isinstance(device, str) else tuple(device)
+        return [*map(budget_of_device, names)], names
+    return ([] if memory is None else [budget_of_memory(_size(memory, "memory"))]), ()
+
+
+def _size(given: int | str, name: str) -> int:
+    size = parse_bytes(given) if isinstance(given, str) else given
     if size <= 0:
-        raise InputError(f"memory is {memory}: give bytes above zero, or a size as in '80GiB'")
-    return budget_of_memory(size)
+        raise InputError(f"{name} is {given}: give bytes above zero, or a size as in '80GiB'")
+    return size
+
+
+def _refuse_larger(peaks: Mapping[str, int], limit: int | None, option: str) -> None:
+    """Raise LimitExceeded where a peak is beyond the limit, with the step that is furthest. peaks: by what they are."""
+    larger = {name: peak - limit for name, peak in peaks.items() if limit is not None and peak > limit}
+    if limit is None or not larger:
+        return
+    name, by = max(larger.items(), key=lambda one: one[1])
+    of = f" ({len(larger)} of {len(peaks)} steps are larger)" if len(peaks) > 1 else ""
+    raise LimitExceeded(
+        f"the predicted peak of {name} is {format_bytes(limit + by)}, {format_bytes(by)} larger than {option} "
+        f"{format_bytes(limit)}{of}"
+    )
 
 
 Memory = Annotated[
@@ -201,6 +297,10 @@ Parallel = Annotated[
     ),
 ]  # fmt: skip
 Ranks = Annotated[int | None, Option("With --parallel: ranks that share the step.", PARALLEL)]
+FailIfLarger = Annotated[
+    int | None,
+    Option("Leave with code 1 where a peak is larger, as in 22GiB.", BUDGET, takes=parse_bytes, metavar="SIZE"),
+]
 Tensors = Annotated[bool, Option("List what a block keeps for backward, with the arithmetic of each size.")]
 Sweep = Annotated[bool, Option("The largest batch and the longest sequence that fit, by model: several, or all.")]
 Fake = Annotated[bool, Option("Predict a second time, by running the step on PyTorch's fake tensors.")]
@@ -231,6 +331,12 @@ Apart = Annotated[
         Rule("alone", ("--tensors",), "--tensors asks for no budget: leave out {}", ("--memory", "--device")),
         Rule("alone", ("--against",), "--against asks for no budget: leave out {}", ("--memory", "--device")),
         Rule("alone", ("--against",), "--against takes its workloads from the runs: leave out {}", flags_of("fit")),
+        Rule(
+            "alone",
+            ("--fail-if-larger",),
+            "--fail-if-larger is of peaks: leave out {}",
+            ("--tensors", "--sweep", "--against", "--parallel"),
+        ),
         Rule("conflict", ("--memory", "--device"), "{} both say how much there is: give one of them"),
     ),
     model="small",
@@ -241,6 +347,7 @@ def command(
     workloads: ManyWorkloads,
     memory: Memory,
     device: Device = None,
+    fail_if_larger: FailIfLarger = None,
     tensors: Tensors = False,
     sweep: Sweep = False,
     fake: Fake = False,
@@ -274,7 +381,7 @@ def command(
     steps = workloads.workloads(model="small", seq_len=512)
     if parallel:
         _refuse_plot(save)
-        _show_moments(steps, parallel, ranks or 2, shown)
+        shown.show(_moments(steps, parallel, ranks or 2))
         return
     if mode is not None and steps[0].sizes is None:
         raise InputError(f"{mode} is for the textbook's model: leave it out; a step of your own runs on fakes")
@@ -282,7 +389,7 @@ def command(
         raise InputError(f"{mode} looks at one step, and these options name {len(steps)}: give each one value")
     if len(steps) > 1:
         fits = [_predicted(step, budgets, search=False) for step in steps]
-        _show_table(fits, device or (), runs, save, shown)
+        _show_table(fits, device or (), runs, save, shown, fail_if_larger)
         return
     _refuse_plot(save)
     step = steps[0]
@@ -296,10 +403,11 @@ def command(
 
         with stdout_kept_clean():
             second = estimate_by_running(step)
-    _show(fits, second, runs, shown)
+    _show(fits, second, runs, shown, fail_if_larger)
 
 
-def _show_moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int, shown: Presentation) -> None:
+def _moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int) -> "Answer":
+    """The Answer on what one rank holds of a step, by strategy. Raises InputError for any other step."""
     from stepscope.allocations.prediction.answer import answer_moments
 
     step = steps[0]
@@ -310,7 +418,7 @@ def _show_moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int
     shared = [
         msgspec.structs.replace(step, parallel=name, ranks=1 if name == NOT_PARALLEL else ranks) for name in parallel
     ]
-    shown.show(answer_moments(shared))
+    return answer_moments(shared)
 
 
 def _refuse_plot(save: Path | None) -> None:
@@ -358,13 +466,16 @@ def _those_that_can_be(workloads: ManyWorkloads) -> list[TextbookWorkload]:
     return kept
 
 
-def _show(fits: "Sequence[AnyFit]", second: "FakeEstimate | None", runs: Path, shown: Presentation) -> None:
-    """Show the predictions of one step, and keep them as forecasts. second: of the textbook's step on fake tensors."""
+def _show(
+    fits: "Sequence[AnyFit]", second: "FakeEstimate | None", runs: Path, shown: Presentation, limit: int | None
+) -> None:
+    """Show the predictions of one step, and keep them as forecasts. second: of the textbook's step on fake tensors.
+    Raises LimitExceeded where it is larger than the limit."""
     from stepscope.allocations.prediction.answer import answer_fit, answer_second, fit_document
     from stepscope.core.run_directory import FORECASTS_FILE
 
     answers = [answer_fit(fit) for fit in fits]
-    documents = [fit_document(fit, answer) for fit, answer in zip(fits, answers, strict=True)]
+    documents = [{**fit_document(fit, answer), **_over(fit, limit)} for fit, answer in zip(fits, answers, strict=True)]
     if second is not None:
         answers.append(answer_second(fits[0].estimate, second))
         for document in documents:
@@ -376,17 +487,31 @@ def _show(fits: "Sequence[AnyFit]", second: "FakeEstimate | None", runs: Path, s
             answers[-1] = msgspec.structs.replace(answers[-1], asides=(*answers[-1].asides, bars))
     _keep(fits, runs)
     shown.show(*answers, document=lambda: json_document(documents[0] if len(documents) == 1 else documents))
+    _refuse_larger({cell_name(fits[0].workload): fits[0].peak_bytes}, limit, "--fail-if-larger")
+
+
+def _over(fit: "AnyFit", limit: int | None) -> dict[str, int]:
+    """What --fail-if-larger adds to a document."""
+    return {} if limit is None else {"limit_bytes": limit, "larger_by_bytes": max(0, fit.peak_bytes - limit)}
 
 
 def _show_table(
-    fits: "Sequence[Sequence[AnyFit]]", names: Sequence[str], runs: Path, save: Path | None, shown: Presentation
+    fits: "Sequence[Sequence[AnyFit]]",
+    names: Sequence[str],
+    runs: Path,
+    save: Path | None,
+    shown: Presentation,
+    limit: int | None,
 ) -> None:
     """Show the predictions of several steps as one table, and keep them as forecasts. names: those of the budgets."""
     from stepscope.allocations.prediction.answer import answer_fits, fit_document
 
     every = [fit for of_step in fits for fit in of_step]
     _keep(every, runs)
-    shown.show(answer_fits(fits, names), document=lambda: json_document([*map(fit_document, every)]), save=save)
+    documents = [{**fit_document(fit), **_over(fit, limit)} for fit in every]
+    shown.show(answer_fits(fits, names), document=lambda: json_document(documents), save=save)
+    peaks = {cell_name(of_step[0].workload): of_step[0].peak_bytes for of_step in fits}
+    _refuse_larger(peaks, limit, "--fail-if-larger")
 
 
 def _keep(fits: "Sequence[AnyFit]", runs: Path) -> None:
