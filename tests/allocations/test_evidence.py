@@ -12,6 +12,7 @@ from stepscope.allocations.explain import CERTAINTIES, Explained, categories_of,
 from stepscope.allocations.replay import BEFORE
 from stepscope.allocations.snapshot import snapshot_from
 from tests.allocations.recorded_steps import record, without_notes
+from tests.conftest import at_length
 
 pytestmark = pytest.mark.slow
 
@@ -72,7 +73,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Make, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+AT_LENGTH = ("one step", "foreach", "momentum", "begun before backward")
+"""What is much like another case."""
+
+
+@pytest.mark.parametrize("case", [*(case for case in CASES if case not in AT_LENGTH), *at_length(*AT_LENGTH)])
 def test_categories_are_those_of_the_notes(case: str, tmp_path: Path):
     make, optimize, choices = CASES[case]
     model = make()
@@ -107,15 +112,15 @@ def batch() -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, 24))
 
 
-def both(snapshot: dict[str, Any], stacks: str) -> tuple[Explained, Explained]:
-    """The snapshot explained by its notes, and by evidence."""
+def both(snapshot: dict[str, Any], *stacks: str) -> list[Explained]:
+    """The snapshot explained by its notes, and by evidence with each of these stacks."""
     true = explain(snapshot_from(snapshot, "s"))
-    found = explain(snapshot_from(without_notes(snapshot, stacks), "s"))
-    for one in (true, found):
+    found = [explain(snapshot_from(without_notes(snapshot, each), "s")) for each in stacks]
+    for one in (true, *found):
         one.self_check()
-    assert true.noted and not found.noted
-    assert set(found.allocations["sure"]) <= set(CERTAINTIES)
-    return true, found
+    assert true.noted and not any(one.noted for one in found)
+    assert all(set(one.allocations["sure"]) <= set(CERTAINTIES) for one in found)
+    return [true, *found]
 
 
 def held(explained: Explained, event: int) -> dict[str, int]:
@@ -124,8 +129,9 @@ def held(explained: Explained, event: int) -> dict[str, int]:
 
 def compare(snapshot: dict[str, Any]) -> None:
     """At the start, the peak and the end, with stacks of C++ and without them."""
-    for stacks in ("all", "python"):
-        true, found = both(snapshot, stacks)
+    kinds = ("all", "python")
+    true, *by_evidence = both(snapshot, *kinds)
+    for stacks, found in zip(kinds, by_evidence, strict=True):
         for event in (BEFORE, true.peak_event, len(true.snapshot.events) - 1):
             expected, told = held(true, event), held(found, event)
             for category in TOLD:

@@ -208,12 +208,6 @@ def test_a_device_named_twice_is_refused(out: Path, sweep: Sweep):
         sweep(SweepPlan(cells=(cell(), cell(seq_len=24)), devices=(chosen, "auto"), out=str(out)))
 
 
-def test_the_users_own_files_do_not_shadow_pythons(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "random.py").write_text("raise SystemExit('my own script')\n")
-    monkeypatch.chdir(tmp_path)
-    assert statuses(run_sweep(plan(out, cell()))) == ["done"]
-
-
 def test_a_cell_the_device_cannot_run_is_a_row_but_a_missing_device_ends_the_sweep(out: Path, sweep: Sweep):
     runs = sweep(plan(out, cell(dtype="tf32"), cell()))
     assert statuses(runs) == ["failed", "done"]
@@ -450,23 +444,13 @@ def with_a_start_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cod
     monkeypatch.setenv("PYTHONPATH", str(site), prepend=os.pathsep)
 
 
-PRINTS = """
-import os
+PRINTS = r"""
+import os, sys
 print("a banner")
 print("x" * 200_000)
 print('{"stage": 7}')
 print('{"directory": "/nowhere", "finished": true}', flush=True)
 os.write(1, bytes(range(256)) * 300)
-"""
-
-
-def test_what_a_cell_prints_is_no_event(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with_a_start_of_its_own(tmp_path, monkeypatch, PRINTS)
-    assert statuses(run_sweep(plan(out, cell()))) == ["done"]
-
-
-SAYS = r"""
-import os, sys
 lines = [b"no event", b"[1, 2]", b'{"stage": 7}', b"\xff\xfe", b"\n" * 5000, b"[" * 40_000, b"x" * 10**6]
 if len(sys.orig_argv) > 4 and sys.orig_argv[3] == "stepscope.engine.cell_process":
     for line in lines:
@@ -474,8 +458,13 @@ if len(sys.orig_argv) > 4 and sys.orig_argv[3] == "stepscope.engine.cell_process
 """
 
 
-def test_what_is_no_event_is_passed_over(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with_a_start_of_its_own(tmp_path, monkeypatch, SAYS)
+def test_what_a_cell_prints_and_the_users_own_files_change_nothing(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What it prints is no event, what is no event is passed over, and a module of the user's is not Python's."""
+    with_a_start_of_its_own(tmp_path, monkeypatch, PRINTS)
+    (tmp_path / "random.py").write_text("raise SystemExit('my own script')\n")
+    monkeypatch.chdir(tmp_path)
     assert statuses(run_sweep(plan(out, cell()))) == ["done"]
 
 

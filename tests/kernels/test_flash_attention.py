@@ -158,9 +158,9 @@ def test_every_way_is_as_good_as_attention_written_out(
 
 @pytest.mark.parametrize(
     ("sizes", "options"),  # queries, keys, head_dim, query heads of a key head
-    [((45, 19, 24, 2), {"causal": True}), ((33, 50, 16, 1), {"causal": False, "window": 7}),
+    [((33, 50, 16, 1), {"causal": False, "window": 7}),
      *in_the_interpreter_at_length(
-         ((37, 37, 16, 1), {"causal": True}), ((19, 45, 40, 1), {"causal": False}),
+         ((45, 19, 24, 2), {"causal": True}), ((37, 37, 16, 1), {"causal": True}), ((19, 45, 40, 1), {"causal": False}),
          ((37, 37, 16, 1), {"causal": True, "scale": -0.7}))],
 )  # fmt: skip
 def test_six_products_of_bf16_are_as_good_as_fp32(way: str, sizes: tuple[int, int, int, int], options: dict[str, Any]):

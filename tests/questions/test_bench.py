@@ -39,6 +39,7 @@ from stepscope.questions.bench_result import Bench, Timing, decode_bench, encode
 from stepscope.recording.environment import resolve_device
 from stepscope.training.attention import implementation
 from stepscope.training.user_functions import reached_by
+from tests.conftest import at_length
 from tests.shown import shown
 
 CPU = torch.device("cpu")
@@ -511,7 +512,7 @@ def test_a_method_of_a_tensor_is_not_the_files_function_of_its_name():
     assert not any(one is KERNEL for one in reached_by(lambda x: x.softmax(-1)))
 
 
-@pytest.mark.parametrize("name", ["softmax", "flash"])
+@pytest.mark.parametrize("name", ["softmax", *at_length("flash")])
 def test_a_kernel_that_the_interpreter_runs_is_found_through_its_function(name: str, tmp_path: Path):
     """Behind an autograd.Function, and imported from the user's other file: it is judged, and has no time."""
     shutil.copy(Path(__file__).parents[2] / "docs" / "examples" / "kernels.py", tmp_path / "kernels.py")

@@ -797,7 +797,7 @@ def test_ranks_whose_state_does_not_fit_shard_it_first():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "choices",
-    [{"parallel": "fsdp2", "accumulation": 2}, *at_length({"parallel": "ddp-bucketed"}, {"parallel": "zero1"})],
+    [{"parallel": "ddp-bucketed", "accumulation": 2}, *at_length({"parallel": "fsdp2"}, {"parallel": "zero1"})],
 )
 def test_ranks_train_with_the_losses_of_one_process(choices: dict[str, Any]):
     """Their mean is the loss of the whole batch. The same ranks train from several starts, one after another."""

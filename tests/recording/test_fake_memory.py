@@ -189,12 +189,13 @@ def stored(pattern: str) -> tuple[TextbookWorkload, dict[str, int | None]]:
 @pytest.mark.parametrize(
     "pattern",
     [
-        "plain/*-small-b4-s512-fp32-*", "optimizer/*-small-b4-s512-fp32-*-adamw-fused-*",
+        "optimizer/*-small-b4-s512-fp32-*-adamw-fused-*",
         "kernels/*-small-b4-s128-bf16-forward-*",
         *(
             pytest.param(larger, marks=pytest.mark.long)
             for larger in (
-                "plain/*-small-b4-s1024-bf16-*", "plain/*-medium-b4-s1024-fp32-*", "plain/*-2.7B-b4-s512-bf16-*",
+                "plain/*-small-b4-s512-fp32-*", "plain/*-small-b4-s1024-bf16-*",
+                "plain/*-medium-b4-s1024-fp32-*", "plain/*-2.7B-b4-s512-bf16-*",
                 "optimizer/*-small-b4-s512-bf16-*-adamw-loop-*", "tf32/*-small-b4-s512-*",
             )
         ),
@@ -209,7 +210,7 @@ def test_phases_are_those_measured_on_a_gpu(pattern: str):
 
 
 def test_the_make_up_of_the_peak_adds_up_to_it():
-    for changes in ({}, {"dtype": "bf16"}, {"phase": "forward"}, {"checkpointing": "every-1"}, {"accumulation": 2}):
+    for changes in ({"dtype": "bf16"}, {"phase": "forward"}, {"checkpointing": "every-1", "accumulation": 2}):
         estimate = estimate_by_running(mini(**changes))
         assert sum(estimate.categories.values()) == estimate.peak_bytes == estimate.memory.allocated_peak
         assert min(estimate.categories.values()) >= 0
@@ -232,7 +233,7 @@ def test_choices_do_to_memory_what_they_are_for():
 
 def test_half_the_optimizer_state_in_bf16():
     states = [
-        estimate_by_running(mini(optimizer=name, vocabulary=10_000, seq_len=2)).categories["optimizer state"]
+        estimate_by_running(mini(optimizer=name, layers=1, vocabulary=10_000, seq_len=2)).categories["optimizer state"]
         for name in ("adamw-loop", "adamw-bf16-state")
     ]
     assert states[0] == 2 * states[1] > 0
@@ -273,11 +274,11 @@ def test_what_a_compiled_step_saves_is_what_was_measured_on_a_gpu(pattern: str, 
     assert saved_by_compiled_step(workload) == pytest.approx(measured["saved_for_backward"], rel=tolerance)
 
 
-def test_compiling_saves_less_than_eager():
-    for attention in ("reference", "sdpa"):
-        eager = estimate_by_running(mini(attention=attention, seq_len=128)).memory.saved_for_backward
-        compiled = saved_by_compiled_step(mini(attention=attention, seq_len=128, compile="default"))
-        assert eager is not None and 0 < compiled < eager
+@pytest.mark.parametrize("attention", ["reference", *at_length("sdpa")])
+def test_compiling_saves_less_than_eager(attention: str):
+    eager = estimate_by_running(mini(attention=attention, seq_len=128)).memory.saved_for_backward
+    compiled = saved_by_compiled_step(mini(attention=attention, seq_len=128, compile="default"))
+    assert eager is not None and 0 < compiled < eager
 
 
 @pytest.mark.parametrize("changes", [{"phase": "forward"}, {"checkpointing": "every-1"}])

@@ -87,8 +87,8 @@ def storages(notes: Sequence[TensorNote], *categories: str) -> dict[int, int]:
     return {note.address: note.bytes for note in notes if note.category in categories}
 
 
-@pytest.mark.parametrize("changes", [{}, {"dtype": "bf16"}, {"attention": "sdpa"}, {"compile": "default"}])
-def test_what_forward_leaves_is_what_autograd_saved(changes: dict[str, str], tmp_path: Path):
+@pytest.mark.parametrize("changes", [{}, {"dtype": "bf16"}, {"attention": "sdpa"}, {"compile": "default", "layers": 1}])
+def test_what_forward_leaves_is_what_autograd_saved(changes: dict[str, Any], tmp_path: Path):
     snapshot = recorded(tmp_path, **changes)
     notes = notes_of(snapshot)
     live = [bytes_ for event, bytes_ in live_bytes(snapshot) if phase_of(event) == "forward"]

@@ -27,6 +27,7 @@ from stepscope.recording.ranges import detailed
 from stepscope.training.parts import formulas
 from stepscope.training.parts import replaced as replaced_module
 from tests.command import stepscope
+from tests.conftest import at_length
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {
@@ -88,10 +89,9 @@ def same(left: tuple[float, list[Tensor]], right: tuple[float, list[Tensor]], bo
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        ("qwen2", {}),
         ("qwen2", {"tie_word_embeddings": True}),
+        *at_length(("qwen2", {}), ("gemma", {})),
         ("llama", {}),
-        ("gemma", {}),
         ("granite", {"logits_scaling": 1.0}),
         ("mixtral", {"num_local_experts": 2}),
         ("gpt_neox", {"tie_word_embeddings": False}),

@@ -64,7 +64,16 @@ COMPILED: dict[str, Any] = dict.fromkeys(PARTS, "compiled")
 NOT_INTERPRETED = "Triton's interpreter gives this kernel a plain number where it asks a scalar for its dtype"
 
 
-@pytest.mark.parametrize(("part", "name"), [(part, name) for part, ways in PARTS.items() for name in ways])
+@pytest.mark.parametrize(
+    ("part", "name"),
+    # Compiled without a branch, a part is one of the step's below as well.
+    [
+        case
+        for part, ways in PARTS.items()
+        for name in ways
+        for case in at_length((part, name), long=name == "compiled" and part in ("rope", "mlp"))
+    ],
+)
 def test_every_part_passes_the_gate_with_any_inputs_frozen(part: Part, name: Kernels):
     """The smallest case of each, since a compiler takes seconds for each shape and each subset of its inputs. Of norms
     it has a branch: three inputs."""

@@ -149,7 +149,7 @@ def test_kernels_of_parts_are_no_products_of_unknown_flops(file: Path):
     assert counted[0] == counted[1] and not counted[1][1]
 
 
-@pytest.mark.parametrize("how", [{"compile": "default"}, {"compile": "blocks"}], ids=str)
+@pytest.mark.parametrize("how", [*at_length({"compile": "default"}), {"compile": "blocks"}], ids=str)
 @pytest.mark.slow
 def test_a_compiled_step_has_them_too(file: Path, how: dict[str, Any]):
     torch._dynamo.reset()
