@@ -9,7 +9,7 @@ import shlex
 import shutil
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -323,6 +323,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """The limit that the user set, which each command gets."""
     too_long: tuple[str, ...] = ()
     """What its plan left out for time: of each cell the measure's name and the cell's."""
+    small: tuple[str, ...] = ()
+    """Names of measures of which the small command alone has ended."""
+    minutes: float = 0.0
+    """For how many minutes cells were chosen that have all been measured."""
 
     @property
     def has_bf16(self) -> bool:
@@ -637,14 +641,14 @@ class WriteUp:
             return ""
         return f"{counted(len(self.faults), 'run')} could not be read: {self.faults[0]}"
 
-    def missing(self, store: Path) -> tuple[Measure, ...]:
-        """What is to be measured, the cheapest first, each once: for questions without an answer, and what was
-        interrupted in this store."""
+    def missing(self, store: Path, again: Set[str] = frozenset()) -> tuple[Measure, ...]:
+        """What is to be measured, the cheapest first, each once: for questions without an answer, what was interrupted
+        in this store, and measures of these names."""
         measures = [(one, one.question.measure) for one in self.answered]
         wanted = {
             measure.name: measure
             for one, measure in measures
-            if one.answer is None or not one.measured or measure.mark(store).exists()
+            if one.answer is None or not one.measured or measure.mark(store).exists() or measure.name in again
         }
         return tuple(sorted(wanted.values(), key=lambda measure: measure.cost))
 

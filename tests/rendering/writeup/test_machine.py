@@ -1,5 +1,6 @@
 """What a write-up measures on a machine: the cells that fit, the plan, what is predicted, and going on after a stop."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -11,7 +12,8 @@ import msgspec
 import pytest
 
 from stepscope.allocations.prediction.fit import budget_of_memory
-from stepscope.app.verbs.writeup import _commands, choose_cells, plan_text, time_spent, within
+from stepscope.app.verbs.writeup import _commands, choose_cells, cut_short, plan_text, time_spent, within
+from stepscope.core.answer import Answer
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import find_run_files, load_run, load_runs
 from stepscope.core.samples import least_squares
@@ -116,6 +118,28 @@ def test_small_commands_stand_in_where_time_is_too_short_for_the_fewest_cells():
         "attention-flash 0:30, step-time 0:13, accumulation 0:05."
     )
     assert "the small command, for time" in rows[3]
+
+
+def test_more_time_replaces_small_commands_by_whole_ones_and_measures_nothing_twice(tmp_path: Path):
+    """A card that had one minute, and then forty; a laptop, of which the small command is all that it measures."""
+    card, names = machine(79), ("accumulation", "attention", "step-time")
+    first = within(1, card, [choose_cells(MEASURES[name], card) for name in names])
+    assert [one.measure.name for one in first if one.is_small] == ["attention"]
+    later = msgspec.structs.replace(card, small=("attention", "step-time"), too_long=("kernels large-b4-s128",))
+    assert cut_short(later) == {"attention", "step-time", "kernels"}
+    document = write_up(CS336, Material(answers=()), later)
+    every = tuple(
+        dataclasses.replace(one, answer=Answer(study="", question=""), measured=True) for one in document.answered
+    )
+    whole = dataclasses.replace(document, answered=every)
+    assert not whole.missing(tmp_path)
+    assert {one.name for one in whole.missing(tmp_path, cut_short(later))} == cut_short(later)
+    second = [choose_cells(MEASURES[name], later) for name in ("attention", "step-time")]
+    assert [one.first for one in second] == [(MEASURES["attention"].words("full"),), ()] and second[1].groups
+    assert not within(1, later, second)[0].commands(later), "the small command has run"
+    laptop = msgspec.structs.replace(LAPTOP, small=("attention", "step-time"))
+    attention, steps = (choose_cells(MEASURES[name], laptop) for name in ("attention", "step-time"))
+    assert not attention.commands(laptop) and all("tiny" not in words for words in steps.commands(laptop))
 
 
 def test_progress_is_said_by_the_command_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -156,10 +156,15 @@ def command(
         document = written()
     chosen = [Chosen(measure=one, first=(one.words(size),)) for one in document.missing(target.store)]
     if machine is not None:
-        chosen = _planned([one.measure for one in chosen], machine, target, minutes)
+        # More time than before: what the small commands and a part of the cells have answered is measured whole.
+        longer = _budget_s(minutes, machine) > 60 * machine.minutes
+        missing = document.missing(target.store, cut_short(machine) if longer else frozenset())
+        chosen = _planned(missing, machine, target, minutes)
         machine = target.machine
         document = written()  # what the plan leaves out for time is known
     failed, stopped = _measure_all(chosen, machine, target, written)
+    if machine is not None and (ended := target.machine) is not None and not stopped:
+        target.remember(msgspec.structs.replace(ended, minutes=_budget_s(minutes, machine) / 60))
     document = written()
     _said(document, target, run=run, failed=failed)
     warn(time_spent(load_runs([target.store])[0], began, time.time() - began))
@@ -181,9 +186,17 @@ def _measure_all(
             warn(f"{one.measure.name} could not be measured (exit code {code}): the other questions go on")
         if words == one.commands(machine)[-1]:
             one.measure.mark(target.store).unlink(missing_ok=True)
+            if (at := target.machine) is not None and one.measure.name not in failed:
+                small = {*at.small, one.measure.name} if one.is_small else {*at.small} - {one.measure.name}
+                target.remember(msgspec.structs.replace(at, small=tuple(sorted(small))))
             if one is not chosen[-1]:
                 written()
     return failed, False
+
+
+def cut_short(machine: "Machine") -> set[str]:
+    """Names of measures that more time would measure further."""
+    return {*machine.small, *(cell.partition(" ")[0] for cell in machine.too_long)}
 
 
 def _planned(
@@ -194,15 +207,18 @@ def _planned(
 
     places = [(measure, measure.place(target.store)) for measure in measures]
     there = {measure.name: load_runs([place])[0] for measure, place in places if place.is_dir()}
+    gone = {measure.name for measure, place in places if not place.exists()}
+    machine = msgspec.structs.replace(machine, small=tuple(name for name in machine.small if name not in gone))
     choices = [choose_cells(measure, machine, there.get(measure.name, ())) for measure, _ in places]
-    chosen = within(minutes, machine, choices)
+    kept = within(minutes, machine, choices)
+    chosen = [one for one in kept if one.measure.name not in machine.small or one.commands(machine)]
     too_long = {*machine.too_long}
     for one in chosen:
-        left, kept = (
+        left, measured = (
             {f"{one.measure.name} {cell_name(cell)}" for group in groups for cell in group.cells}
             for groups in (one.too_long, one.groups)
         )
-        too_long = (too_long | left) - kept
+        too_long = (too_long | left) - measured
     target.remember(msgspec.structs.replace(machine, too_long=tuple(sorted(too_long))))
     print(plan_text(machine, chosen, minutes), file=sys.stderr, flush=True)
     return chosen
@@ -252,6 +268,14 @@ class Chosen:
     why: str = ""
     """Why what is asked for is not measured, where that is not for the size or the time of its cells."""
 
+    small: tuple[tuple[str, ...], ...] = ()
+    """The words of the small command; none where what it measures is there."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a small command, which measures less than the full one, is all that is measured."""
+        return not self.groups and self.first == self.small and self.measure.small != self.measure.full
+
     @property
     def seconds(self) -> float:
         """How long it takes, as estimated."""
@@ -265,14 +289,14 @@ class Chosen:
     @property
     def saved_s(self) -> float:
         """What the small command saves of that."""
-        return self.least_s - self.measure.small_s
+        return self.least_s - len(self.small) * self.measure.small_s
 
-    def made_small(self, machine: "Machine") -> "Chosen":
+    def made_small(self) -> "Chosen":
         """The small command in place of all that is chosen."""
         return replace(
             self,
-            first=(machine.takes(self.measure.words("small")),),
-            first_s=self.measure.small_s,
+            first=self.small,
+            first_s=len(self.small) * self.measure.small_s,
             groups=(),
             group_s=(),
             too_long=(*self.too_long, *self.groups),
@@ -297,27 +321,29 @@ def choose_cells(measure: "Measure", machine: "Machine", there: "Iterable[Stored
     Where a question asks for one model and not all of its cells fit, the smaller model of which most do is measured
     beside them. A CPU measures the small command, and of a sweep's cells those that it ends in time.
     """
-    full, small = machine.takes(measure.words("full")), machine.takes(measure.words("small"))
+    full = machine.takes(measure.words("full"))
+    small = () if measure.name in machine.small else (machine.takes(measure.words("small")),)
+    first_s = len(small) * measure.small_s
     asked = measure.groups(full)
     count = sum(len(group.cells) for group in asked)
     if machine.on_gpu and not asked and machine.gpus >= measure.gpus:
-        return Chosen(measure=measure, first=(full,), first_s=measure.takes_s)
+        return Chosen(measure=measure, small=small, first=(full,), first_s=measure.takes_s)
     is_sweep = full[0] == "sweep"
     few_gpus = f"needs {measure.gpus} GPUs: on the CPU with tiny models" if machine.gpus < measure.gpus else ""
     if few_gpus or not machine.on_gpu:
         if measure.of_memory:
             return Chosen(measure=measure, too_large=tuple(asked), asked=count, why="a CPU counts no peak")
-        instead = Chosen(measure=measure, first=(small,), first_s=measure.small_s, asked=count, why=few_gpus)
+        instead = Chosen(measure=measure, small=small, first=small, first_s=first_s, asked=count, why=few_gpus)
         if not is_sweep or few_gpus:
             return instead if few_gpus else replace(instead, too_long=tuple(asked))
     else:
-        instead = Chosen(measure=measure, asked=count)
+        instead = Chosen(measure=measure, small=small, asked=count)
     fitting = [group for group in asked if group.fits(machine.memory)]
     too_large = tuple(group for group in asked if group not in fitting)
     if machine.on_gpu and too_large:
         fitting += _smaller(measure, full, machine)
     if not fitting and machine.on_gpu:
-        return replace(instead, first=(small,), first_s=measure.small_s, too_large=too_large)
+        return replace(instead, first=small, first_s=first_s, too_large=too_large)
     known = [run for run in there if is_sweep and run.workload.sizes is not None]
     ended = {run.workload for run in known if run.status not in (*REPEATED, "skipped")}
     waiting = [group for group in fitting if not ended.issuperset(group.cells)]
@@ -378,7 +404,7 @@ def within(minutes: float | None, machine: "Machine", chosen: Sequence[Chosen]) 
         i = max(range(len(kept)), key=lambda i: kept[i].saved_s)
         if kept[i].saved_s < _WORTH_S:
             break
-        kept[i] = kept[i].made_small(machine)
+        kept[i] = kept[i].made_small()
     while sum(one.seconds for one in kept) > budget_s:
         groups = [
             (seconds, i, j)
@@ -473,7 +499,7 @@ def _this_machine(target: "Target", memory: int | None) -> "Machine":
     from stepscope.rendering.writeup import Machine
     from stepscope.runs.metrics import samples_of
 
-    gpus, place = gpus_here(), target.store / "rate"
+    gpus, place, before = gpus_here(), target.store / "rate", target.machine
     if (found := _last_done(place)) is None:
         words = ["run", "--model", "small", "--phase", "forward", "--warmup", "1", "--steps", "3", "--no-profile"]
         words += ["--seq-len", "512"] if gpus else ["--seq-len", "128", "--batch-size", "1"]
@@ -497,7 +523,9 @@ def _this_machine(target: "Target", memory: int | None) -> "Machine":
         gpus=max(len(gpus), 1) if on_gpu else 0,
         capability=(int(major), int(minor)) if major and minor else None,
         memory_limit_bytes=memory,
-        too_long=before.too_long if (before := target.machine) is not None else (),
+        too_long=before.too_long if before is not None else (),
+        small=before.small if before is not None else (),
+        minutes=before.minutes if before is not None else 0.0,
     )
     target.remember(machine)
     return machine
