@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
-from stepscope.core.user_model import unmet, without_options
+from stepscope.core.user_model import configuration_named, unmet, without_options
 from stepscope.core.workloads import FactoryWorkload, UserModel
-from stepscope.engine.workload_options import of_factory
+from stepscope.engine.workload_options import any_model_names, of_factory
 from stepscope.runs.checks import check_run
 from tests.command import stepscope
 from tests.conftest import make_run
@@ -110,6 +111,22 @@ def test_a_run_has_it_as_a_finding_and_python_as_a_warning(tmp_path: Path):
     assert found.severity == "warning" and "dtype bfloat16 is not followed: parameters are made" in found.sentence
     with pytest.warns(UserWarning, match=r"config.json: dtype bfloat16 is not followed"):
         of_factory(asked.factory, None, {})
+
+
+def test_a_name_of_the_hub_is_its_file_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--org--toy-1.5"
+    for revision in ("aaa", "bbb"):
+        (folder / "snapshots" / revision).mkdir(parents=True)
+        workload(folder / "snapshots" / revision, TEXT)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("aaa")
+    config = str(folder / "snapshots" / "aaa" / "config.json")
+    assert any_model_names("org/toy-1.5,tiny,some/config.json") == f"{config},tiny,some/config.json"
+    assert of_factory("org/toy-1.5", None, {"seq_len": 16}) == of_factory(config, {"seq_len": 16}, {})
+    assert configuration_named("a.py:make") == "a.py:make" and configuration_named("gpt2") == "gpt2"
+    with pytest.raises(InputError, match=r"org/other is not in the Hugging Face cache .*: get its configuration with"):
+        any_model_names("org/other")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """What the command line and a config.json say of a user's model, read without running any of the user's code."""
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, NoReturn, cast
 from stepscope.core import files
 from stepscope.core.errors import InputError, name_shown
 from stepscope.core.files import read_document
+from stepscope.core.model_config import PRESETS
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.workloads import Workload, is_configuration
 
@@ -53,6 +55,26 @@ def code_folder(file: str | Path | None) -> Path:
 def file_of(factory: str) -> Path | None:
     """The file in which a factory stands; None where it cannot be found without importing it."""
     return Path(factory) if is_configuration(factory) else files.code_file(factory.rpartition(":")[0])
+
+
+def configuration_named(name: str) -> str:
+    """The config.json that a model's name on the Hugging Face Hub means, as it lies in the local cache; any other word
+    as it is. Nothing is downloaded. Raises InputError for such a name that the cache does not have."""
+    if is_configuration(name) or name in PRESETS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return name
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    folder = cache / f"models--{name.replace('/', '--')}"
+    main = folder / "refs" / "main"
+    revision = main.read_text().strip() if main.is_file() else "*"
+    if found := sorted(folder.glob(f"snapshots/{revision}/config.json")):
+        return str(found[-1])
+    if "/" not in name:
+        return name
+    raise InputError(
+        f"--model {name} is not in the Hugging Face cache {cache}: get its configuration with `hf download {name} "
+        "config.json` and ask again, or give a file, as in --model config.json"
+    )
 
 
 def _value(text: str) -> Any:

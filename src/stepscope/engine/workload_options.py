@@ -51,7 +51,7 @@ from stepscope.core.parts import (
 )
 from stepscope.core.run import Settings, settings_from
 from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES, option_words
-from stepscope.core.user_model import code_digest, parse_arguments, unmet
+from stepscope.core.user_model import code_digest, configuration_named, parse_arguments, unmet
 from stepscope.core.workloads import (
     COMPILES,
     DTYPES,
@@ -84,6 +84,11 @@ def model_names(text: str) -> str:
     return ",".join(map(of_edition, text.split(",")))
 
 
+def any_model_names(text: str) -> str:
+    """What `--model` says where it may be a Hugging Face model: a name is its config.json in the local cache."""
+    return ",".join(map(configuration_named, model_names(text).split(",")))
+
+
 _WITH_PARTS = ("run", "sweep", "fit", "tune")
 _PARTS = (*_WITH_PARTS, "plan")
 _SHARED = ("run", "sweep", "tune", "study parallel")
@@ -97,8 +102,9 @@ _ANY_MODEL = (*_WITH_PARTS, "study compile", "study speed", "study underflow", "
 OPTIONS = (
     Option("A preset, or what an edition calls it, as in cs336-2026-xl.", MODEL, "model", model_names,
            choices=tuple(PRESETS)),
-    Option("A preset, or the config.json of a Hugging Face model, which gets random weights: nothing is downloaded.",
-           MODEL, "model", model_names, choices=tuple(PRESETS), verbs=_ANY_MODEL),
+    Option("A preset, or a Hugging Face model by its config.json or its name in the local cache, which gets random "
+           "weights: nothing is downloaded.", MODEL, "model", any_model_names, choices=tuple(PRESETS),
+           verbs=_ANY_MODEL),
     Option("A preset, or a shape that others published.", MODEL, "model", model_names,
            choices=(*PRESETS, *PUBLIC_SHAPES), verbs=("plan",)),
     *MODEL_OPTIONS,
@@ -396,6 +402,7 @@ def check_one_model(
 def of_factory(factory: str, arguments: Mapping[str, Any] | None, choices: Mapping[str, Any]) -> FactoryWorkload:
     """The workload of what a factory makes of its arguments, of which seq_len and batch_size may be choices. Raises
     InputError for choices of the textbook's model."""
+    factory = configuration_named(factory)
     sizes = {name: choices[name] for name in _ARGUMENTS if name in choices}
     if twice := sizes.keys() & (arguments or {}).keys():
         raise InputError(f"{' and '.join(sorted(twice))} stand in arguments, too: say it once")
