@@ -1,5 +1,6 @@
 """How Sphinx makes the site from docs/. `make docs` builds it; docs/architecture.md says why it is made so."""
 
+import functools
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ sys.path[:0] = [str(HERE.parents[1] / "src"), str(HERE)]  # the API of this clon
 
 from sphinx.errors import PycodeError  # noqa: E402
 from sphinx.pycode import ModuleAnalyzer  # noqa: E402
+from sphinx.search.en import SearchEnglish  # noqa: E402
 
 from stepscope import __version__  # noqa: E402
 
@@ -42,6 +44,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 90
 add_module_names = False
+# Each page asks for the stems of its words anew, which are those of other pages.
+SearchEnglish.stem = functools.cache(SearchEnglish.stem)
 toc_object_entries = False  # copied for the navigation of every page, they take a fifth of the build
 
 html_theme = "furo"

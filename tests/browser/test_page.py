@@ -86,11 +86,19 @@ class Opened:
         assert self.said == []
 
 
-@pytest.mark.parametrize("name", [*PAGES, "index"])
+ALL = (*PAGES, "index")
+
+
 @pytest.mark.parametrize(
-    ("size", "scheme"),
-    [(DESKTOP, "light"), (PHONE, "dark"), *at_length((DESKTOP, "dark"), (PHONE, "light"))],
-    ids=["desktop light", "phone dark", "desktop dark", "phone light"],
+    ("name", "size", "scheme"),
+    [
+        *((name, DESKTOP, "light") for name in ("run", "snapshot", "index")),
+        *((name, PHONE, "dark") for name in ("sweep", "ranks", "index")),
+        *at_length(*((name, PHONE, "dark") for name in ("run", "snapshot"))),
+        *at_length(*((name, DESKTOP, "light") for name in ("sweep", "ranks"))),
+        *at_length(*((name, DESKTOP, "dark") for name in ALL), *((name, PHONE, "light") for name in ALL)),
+    ],
+    ids=str,
 )
 def test_a_page_is_whole(browser: "Browser", files: dict[str, Path], name: str, size: tuple[int, int], scheme: str):
     from axe_playwright_python.sync_playwright import Axe
@@ -249,8 +257,9 @@ def test_the_theme_is_chosen_and_remembered(browser: "Browser", files: dict[str,
         assert page.locator("html").get_attribute("data-theme") == "dark"
 
 
-RUN_BY_BROWSERS = ("<", '">', "'", "javascript:")
-"""How names begin of which a browser could make more than text. test_render.py reads every page for them."""
+RUN_BY_BROWSERS = ("</", '">', "'", "javascript:")
+"""How names begin of which a browser could make more than text, one of each way. test_render.py reads every page for
+them."""
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ def with_navigation(name: str, text: str) -> str:
     if page.name != "README" or page.parent == PurePosixPath("."):
         return text
     listed = "\n".join(dict.fromkeys(LISTED.findall(text)))
-    return f"{text}\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
+    # The navigation names pages alone: without the depth every page's headings would be copied for every page.
+    return f"{text}\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n\n{listed}\n```\n"
 
 
 def _read(_app: Sphinx, name: str, source: list[str]) -> None:

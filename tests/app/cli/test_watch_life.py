@@ -314,12 +314,10 @@ def test_modules_folders_and_archives_run_as_python_runs_them(tmp_path: Path, ki
     program = {"module": ["-m", "package"], "folder": ["package"], "archive": ["package.zip"]}[kind]
     if kind == "archive":
         shutil.make_archive(str(package), "zip", package)
-    alone, watched = (
-        subprocess.run(
-            [sys.executable, *words, *program, "1"], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        for words in ([], ["-m", "stepscope", "watch", "--runs", tmp_path / "runs", "--"])
-    )
+    alone = subprocess.run(
+        [sys.executable, *program, "1"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )  # by Python itself, and not as these tests' process that forks has it
+    watched = stepscope("watch", "--runs", tmp_path / "runs", "--", *program, "1", cwd=tmp_path)
     assert (watched.returncode, watched.stdout) == (alone.returncode, alone.stdout), watched.stderr
     assert "Saved in" in watched.stderr
 
@@ -331,9 +329,9 @@ def test_streams_that_are_closed_or_full_change_nothing(tmp_path: Path, closed: 
     script.write_text(
         HEAD + "train(*made())\nopen('out', 'w').write(f'{sys.stderr is None} {sys.stdout is None}')\nsys.exit(4)\n"
     )
-    for words in (["train.py"], ["-m", "stepscope", "watch", "--runs", "runs", "--", "train.py"]):
-        command = f"{sys.executable} {' '.join(words)} {closed}"
-        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout, done.stderr) == (4, "", "")
-        said = (tmp_path / "out").read_text()
-        assert said == f"{'2>&-' in closed} {'>&- 2' in closed}"
+    command = f"{sys.executable} -m stepscope watch --runs runs -- train.py {closed}"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (4, "", "")
+    assert (tmp_path / "out").read_text() == f"{'2>&-' in closed} {'>&- 2' in closed}", (
+        "as Python has it without a watch"
+    )
