@@ -213,7 +213,7 @@ def _metal_bytes(gb: int) -> int:
     return gb * GIB * 2 // 3 if gb < 36 else gb * GIB * 3 // 4
 
 
-def _stated_bytes(memory: str) -> int:
+def stated_bytes(memory: str) -> int:
     """Bytes that PyTorch can be expected to state, by the table's memory.
 
     The driver keeps more of larger cards: 382 MiB of RTX 4060s with 8188, 378 of an RTX 3060 with 12288, 451 of T4s
@@ -254,7 +254,7 @@ def _specs() -> Iterator[DeviceSpec]:
         _PCIE[name] = int(generation)
         if memory.isdigit():
             REPORTED_MIB[name] = int(memory)
-        yield msgspec.structs.replace(spec, memory_bytes=_stated_bytes(memory))
+        yield msgspec.structs.replace(spec, memory_bytes=stated_bytes(memory))
 
 
 DATASHEET: dict[str, DeviceSpec] = {spec.name: spec for spec in _specs()}

@@ -12,15 +12,16 @@ import msgspec
 from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.processes import Change, standing
-from stepscope.core.range_names import STEP
+from stepscope.core.range_names import FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import LAST, find_run_files, last_run, load_run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
+from stepscope.questions.comparison import same_part
 from stepscope.runs.answer import status_word
 from stepscope.runs.fields import conditions_in, holds_names, in_words, is_field, meeting
 from stepscope.runs.metrics import parts_of, samples_of
-from stepscope.runs.run_sets import RunSet, change_of
+from stepscope.runs.run_sets import Disagreement, RunSet, change_of, disagreeing, disagreement
 
 _KINDS: dict[str, Callable[[Run, str], bool]] = {
     "run": lambda run, name: name in run.id,
@@ -414,6 +415,20 @@ def _is_plain(value: object) -> bool:
 def _differing(one: Run, other: Run) -> set[str]:
     first, second = _fields(one), _fields(other)
     return {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
+
+
+def folders_apart(found: Iterable[tuple[Run, Path]]) -> tuple[str, ...]:
+    """Where runs of one step disagree that lie in several folders, in sentences."""
+    cells: dict[tuple[object, ...], dict[Path, Run]] = {}
+    for run, directory in found:
+        if run.workload.layers and run.status == "done":
+            for part in (STEP, FORWARD_BACKWARD):
+                cells.setdefault((part, same_part(run, part)), {})[directory.parent] = run
+    apart: list[Disagreement | None] = []
+    for (part, _), by_folder in cells.items():
+        newest, *others = sorted(by_folder.values(), key=lambda run: run.instant, reverse=True)
+        apart.append(disagreement(newest, others, str(part)))
+    return tuple(finding.sentence for finding in disagreeing(apart))
 
 
 def comparable_fields(compared: Iterable[Side]) -> set[str]:

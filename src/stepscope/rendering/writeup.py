@@ -28,14 +28,14 @@ from stepscope.core.files import read_named
 from stepscope.core.formulas.spelled import cell_name, parameters_of
 from stepscope.core.formulas.transformer import phase_work, step_flops
 from stepscope.core.model_config import configure
-from stepscope.core.range_names import FORWARD_BACKWARD, OPTIMIZER, STEP
+from stepscope.core.range_names import OPTIMIZER
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, find_run_files, load_run, write_atomically
 from stepscope.core.units import GIB, counted, format_bytes, format_rate, format_share
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.attention_answer import answer_attention
-from stepscope.questions.compare import side_named
-from stepscope.questions.comparison import listed, same_part
+from stepscope.questions.compare import folders_apart, side_named
+from stepscope.questions.comparison import listed
 from stepscope.rendering.cells import where_of
 from stepscope.rendering.pages import GENERATOR, Page, Section
 from stepscope.rendering.pages.html import pictures_of, render_page
@@ -43,7 +43,6 @@ from stepscope.rendering.picture import Drawer, draw_all, draw_answer
 from stepscope.rendering.renderers import render
 from stepscope.runs.fields import matches
 from stepscope.runs.metrics import Scaling, scaling_of
-from stepscope.runs.run_sets import Disagreement, disagreeing, disagreement
 from stepscope.traces.captures.digest import TraceDigest, digest_beside
 
 # What a write-up is made of: the runs and the stored answers under some places.
@@ -215,20 +214,6 @@ class Material:
         places = [directory.parent for _, directory in self.runs] + [file.parent for _, file in self.answers]
         common = Path(os.path.commonpath([place.resolve() for place in places])) if places else Path.cwd()
         return common.parent if common in {place.resolve() for place in places} else common
-
-    @property
-    def doubts(self) -> tuple[str, ...]:
-        """Where folders disagree: a question is answered from one of them, and another would answer otherwise."""
-        cells: dict[tuple[object, ...], dict[Path, Run]] = {}
-        for run, directory in self.runs:
-            if run.workload.layers and run.status == "done":
-                for part in (STEP, FORWARD_BACKWARD):
-                    cells.setdefault((part, same_part(run, part)), {})[directory.parent] = run
-        apart: list[Disagreement | None] = []
-        for (part, _), by_folder in cells.items():
-            newest, *others = sorted(by_folder.values(), key=lambda run: run.instant, reverse=True)
-            apart.append(disagreement(newest, others, str(part)))
-        return tuple(finding.sentence for finding in disagreeing(apart))
 
     def digest(self, run: Run, directory: Path, tool: str) -> TraceDigest | None:
         """What the capture of a run by one tool says, or None; read once, however many questions ask."""
@@ -614,7 +599,9 @@ class WriteUp:
     answered: tuple[Answered, ...]
     faults: tuple[str, ...] = ()
     doubts: tuple[str, ...] = ()
-    """Where the material disagrees with itself, in sentences."""
+    """Where folders of the material disagree, in sentences."""
+    others: tuple[str, ...] = ()
+    """The models of the runs, where no question asks for any of them."""
     machine: Machine | None = None
     """The machine for which cells were chosen; None where all that is asked for is measured."""
 
@@ -632,7 +619,8 @@ class WriteUp:
         measured = f"; measured on {where}" if where else ""
         alone = sum(not one.measured and one.answer is not None for one in self.answered)
         predicted = f", {alone} of them by prediction alone" if alone else ""
-        return f"{self.count} of {counted(len(self.answered), 'question')} answered{predicted}{measured}."
+        of = f" The runs here are of {listed(self.others)}; no question asks for such a model." if self.others else ""
+        return f"{self.count} of {counted(len(self.answered), 'question')} answered{predicted}{measured}.{of}"
 
     @property
     def unread(self) -> str:
@@ -667,12 +655,17 @@ def write_up(
     leaves them out. begun: called with each as soon as it is."""
     answered, said = list[Answered](), list[Table]()
     runs = [run for run, _ in material.runs]
+    asked = [_options_of(one.measure.words(scale)).get("model", ()) for one in assignment.questions for scale in SCALES]
+    others = tuple(sorted({run.workload.name for run in runs}))
+    others = () if {*itertools.chain(*asked)}.intersection(others) else others
     for question in assignment.questions:
         why, answer = "", None
         try:
             answer = question.source(material)
         except InputError as error:
             why = str(error)
+        if others and not why and (models := _options_of(question.measure.words("full")).get("model")):
+            why = f"no run here is of {', '.join(models)}"
         if answer is not None and not any(table.rows for table in answer.tables):
             answer = None
         measured = answer is not None
@@ -689,7 +682,8 @@ def write_up(
         assignment=assignment,
         answered=tuple(answered),
         faults=material.faults,
-        doubts=material.doubts,
+        doubts=folders_apart(material.runs),
+        others=others,
         machine=machine,
     )
 
@@ -794,11 +788,13 @@ def _pictures(answer: Answer) -> list[Answer]:
     return pictures_of(Page(title="", kind="", sentence="", sections=(Section(title="", answer=answer),)))
 
 
+_APART = "Disagreeing folders"
+
+
 def as_markdown(write_up: WriteUp, scale: Scale, store: Path, paths: dict[str, str]) -> str:
     """The write-up in Markdown. paths: of each file beside it, its path from the document, by its name."""
     parts = [MARK, f"# {write_up.assignment.title}", write_up.sentence]
     parts += [printable(write_up.unread)] if write_up.faults else []
-    parts += map(printable, write_up.doubts)
     for title, questions in write_up.assignment.parts.items():
         parts.append(f"## {title}")
         for question in questions:
@@ -814,6 +810,7 @@ def as_markdown(write_up: WriteUp, scale: Scale, store: Path, paths: dict[str, s
                 parts.append(f"![{question.asks}]({_linked(path)})")
             tables = [f"[{Path(path).name}]({_linked(path)})" for path in _tables_of(question, paths)]
             parts += [f"As CSV: {', '.join(tables)}"] if tables else []
+    parts += [f"## {_APART}", *map(printable, write_up.doubts)] if write_up.doubts else []
     return "\n\n".join(parts) + "\n"
 
 
@@ -847,14 +844,18 @@ def as_page(write_up: WriteUp, scale: Scale, store: Path, paths: dict[str, str])
         )
         return Section(title=one.question.asks, answer=where, part=part)
 
+    apart = Answer(study="writeup", question="", tables=tuple(map(text, write_up.doubts)))
     return Page(
         title=write_up.assignment.title,
         kind="write-up",
-        sentence=" ".join((write_up.sentence, *([write_up.unread] if write_up.faults else []), *write_up.doubts)),
-        sections=tuple(
-            section(title, write_up.of(question))
-            for title, questions in write_up.assignment.parts.items()
-            for question in questions
+        sentence=" ".join((write_up.sentence, *([write_up.unread] if write_up.faults else []))),
+        sections=(
+            *(
+                section(title, write_up.of(question))
+                for title, questions in write_up.assignment.parts.items()
+                for question in questions
+            ),
+            *((Section(title=_APART, answer=apart, part=_APART),) if write_up.doubts else ()),
         ),
     )
 

@@ -309,6 +309,8 @@ def test_runs_of_another_s_model_are_no_cells(tmp_path: Path):
     found = write_up(CS336, material, machine(11))
     times = next(one for one in found.answered if one.question.id == "benchmarking-b")
     assert not times.measured and times.answer is not None and len(times.answer.tables[0].rows) == 20
+    assert found.others == ("net",) and "The runs here are of net; no question asks" in found.sentence
+    assert write_up(CS336, material).answered[0].why == "no run here is of small, medium, large, xl, 2.7B"
     assert not choose_cells(MEASURES["step-time"], machine(11), [run for run, _ in material.runs]).done
 
 

@@ -34,7 +34,7 @@ from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, byte
 from stepscope.core import answer
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.checkpointing import offload_of, selective_of
-from stepscope.core.device_spec import DATASHEET, DeviceSpec, find_device_spec
+from stepscope.core.device_spec import DATASHEET, DeviceSpec, find_device_spec, stated_bytes
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.communication import (
     Group,
@@ -694,7 +694,7 @@ _H100 = DATASHEET["NVIDIA H100 80GB HBM3"]
 _H100_96 = msgspec.structs.replace(
     _H100,
     name="H100 96GB HBM2e, 500 W",
-    memory_bytes=96 * 10**9,
+    memory_bytes=stated_bytes("96G"),
     peak_bytes_per_s=2.4e12,
     source="torchtitan, benchmarks/llama3_h100_202412_torchtitan.md",
 )

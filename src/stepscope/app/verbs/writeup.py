@@ -619,6 +619,8 @@ def time_spent(runs: "Iterable[StoredRun]", began: float, whole_s: float) -> str
 
 def _said(document: "WriteUp", target: "Target", *, run: bool, failed: Sequence[str] = ()) -> int:
     emit(f"{target.file}: {document.count} of {counted(len(document.answered), 'question')} answered\n")
+    if document.others:
+        warn(f"the runs here are of {', '.join(document.others)}, and no question asks for such a model")
     if failed:
         warn(f"not measured: {', '.join(dict.fromkeys(failed))}")
     elif not run and any(one.answer is None for one in document.answered):
