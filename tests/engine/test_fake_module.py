@@ -16,6 +16,7 @@ from stepscope.core.units import GIB, MIB
 from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine import fake_module
 from stepscope.engine.fake_module import estimate_by_running, fit_module, replayed, resized, watch_module_step
+from stepscope.recording import fake_memory
 from stepscope.training.user_module.module_step import UserModule
 from tests.command import stepscope
 from tests.conftest import at_length, mini
@@ -139,6 +140,36 @@ def unseen_of(workload: FactoryWorkload, device: DeviceType = "cuda") -> Unseen:
     unseen = fitted(workload, device=device).estimate.unseen
     assert unseen is not None
     return unseen
+
+
+@pytest.mark.parametrize(
+    ("factory", "choices"),
+    [
+        ("textbook", {"checkpointing": "every-1"}),
+        ("deep", {"accumulation": 4, "optimizer": "adamw-bf16-state"}),
+        ("convolution", {"optimizer": "adamw-loop"}),
+        ("routed", {}),
+    ],
+)
+def test_sizes_worked_out_once_are_those_that_pytorchs_fake_mode_finds(
+    file: Path, factory: str, choices: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    workload = own(file, factory, arguments={"reads": "nonzero"} if factory == "routed" else None, **choices)
+    quick = watch_module_step(workload, "cuda")
+    monkeypatch.setattr(fake_memory._Call, "worked_out", fake_memory._Call.asked)
+    asked = watch_module_step(workload, "cuda")
+    assert quick.program() == asked.program()
+    assert replayed(quick) == replayed(asked)
+
+
+def test_a_program_of_another_size_is_scaled_from_three_and_asks_what_its_step_does(file: Path):
+    def of(length: int) -> fake_module.Program:
+        return watch_module_step(own(file, "text", arguments={"seq_len": length}), "cuda").program()
+
+    known = {length: of(length) for length in (64, 128, 320)}
+    assert fake_module.scaled(known, 192) == of(192)
+    other = watch_module_step(own(file, "mlp"), "cuda").program()
+    assert fake_module.scaled({64: known[64], 128: other}, 192) is None
 
 
 def test_the_peak_of_an_mlp_by_hand(file: Path):

@@ -10,8 +10,11 @@ import dataclasses
 import gc
 import inspect
 import itertools
+import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
 import msgspec
@@ -129,6 +132,7 @@ def run_steps(step: AssembledStep, watch: fake_memory.FakeMemory, count: int, *,
     """Run so many steps; the watch keeps the phases of the last. on_host: as in `label_residents`."""
     phases = _FakePhases(step, watch)
     for _ in range(count):
+        watch.steps.append((len(watch.events), [*watch.phases]))
         watch.phases.clear()
         step.prepare()
         drive(step, phases)
@@ -294,6 +298,70 @@ class WatchedModule(WatchedStep):
     watch: fake_memory.FakeMemoryOfOwn
     workload: FactoryWorkload
     """With the model and the optimizer as they were found."""
+    alike: bool
+    """Whether its batches have one size, so that no step is told from another."""
+
+    def program(self, steps: int | None = None) -> "Program":
+        """All that the allocator is asked, of all steps or of the first so many."""
+        begun = [*self.watch.steps, (len(self.watch.events), self.watch.phases)]
+        end, phases = begun[-1] if steps is None else begun[steps]
+        events = self.watch.events[:end]
+        made = self.watch.allocations[: sum(event >= 0 for event in events)]
+        passing = {~event for event in events[: self.built] if event < 0}
+        asked = [event for event in events if max(event, ~event) not in passing and made[max(event, ~event)].on_device]
+        sizes = [allocation.nbytes for allocation in made]
+        operators = [allocation.operator for allocation in made]
+        return Program(asked, operators, [phase.name for phase in phases], [*sizes, self.watch.convolution_bytes])
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a step asks of the allocator."""
+
+    events: list[int]
+    operators: list[str]
+    phases: list[str]
+    sizes: list[int]
+    """Bytes of each allocation; last the bytes of the largest convolution."""
+
+    def runs(self, allocator: Allocator) -> bool:
+        """Whether the allocator grants every request."""
+        blocks: dict[int, int] = {}
+        for event in self.events:
+            if event < 0:
+                allocator.free(blocks.pop(~event))
+                continue
+            try:
+                blocks[event] = allocator.allocate(self.sizes[event])[0]
+            except OutOfMemory:
+                return False
+        return True
+
+    def is_like(self, other: "Program") -> bool:
+        """Whether it asks the same, in other sizes."""
+        return (self.events, self.operators, self.phases) == (other.events, other.operators, other.phases)
+
+
+def scaled(programs: Mapping[int, Program], size: int) -> Program | None:
+    """The program of another size: each request is the polynomial through those of the programs. None where they differ
+    in more than sizes, or a request would be no number of bytes."""
+    known = sorted(programs)
+    first = programs[known[0]]
+    if not all(first.is_like(programs[each]) for each in known[1:]):
+        return None
+    shares = [
+        math.prod((Fraction(size - other, each - other) for other in known if other != each), start=Fraction(1))
+        for each in known
+    ]
+    common = math.lcm(*(share.denominator for share in shares))
+    weights = [int(share * common) for share in shares]
+    sizes: list[int] = []
+    for requests in zip(*(programs[each].sizes for each in known), strict=True):
+        request, rest = divmod(sum(map(operator.mul, weights, requests)), common)
+        if rest or request < 0:
+            return None
+        sizes.append(request)
+    return dataclasses.replace(first, sizes=sizes)
 
 
 def watch_module_step(
@@ -396,7 +464,8 @@ def watch_module(
     watch.end()
     del step
     gc.collect()  # A step and its phases refer to each other.
-    return WatchedModule(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=described)
+    alike = len(set(sizes)) <= 1
+    return WatchedModule(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=described, alike=alike)
 
 
 def _hang_on(fake: Any, tensor: Any) -> None:
@@ -657,9 +726,53 @@ class FakePredictor:
         # Peaks that barely differ foretell nothing, and a factory makes its batch in truth.
         room = budget.usable_bytes - self.kept_free(budget) - peak
         guess = min(first + room // by_unit, MOST_TIMES * first)
-        units_of_budget = largest(guess, lambda units: self._runs(variant(units * unit), budget)) * unit
+
+        def of(units: int) -> WatchedModule | None:
+            return variant(units * unit)
+
+        units = self._largest_scaled(guess, first, of, budget) if self._device_type == "cuda" and peak > half else None
+        if units is None:
+            units = largest(guess, lambda units: self._runs(of(units), budget))
+        units_of_budget = units * unit
         # Beyond the end of the search nothing is known but that the size that was asked about fits.
         return max(units_of_budget, start) if self.fails_in(budget) is None else units_of_budget
+
+    def _largest_scaled(
+        self, guess: int, first: int, of: Callable[[int], WatchedModule | None], budget: Budget
+    ) -> int | None:
+        """The largest number of units that fits, by the recorded programs of other numbers. The step beyond the answer
+        is run, and must ask the allocator what was scaled; None where that fails with programs of three sizes, too."""
+        programs: dict[int, Program] = {}
+        for units in (max(1, first // 2), first):
+            watched = self._first if units == first and self._first.alike else of(units)
+            if watched is None:
+                return None
+            programs[units] = watched.program(STEPS_BEFORE)
+        while len(programs) in (2, 3):
+
+            def fits(units: int) -> bool:
+                program = scaled(programs, units)
+                if program is None:
+                    raise _ScalesOtherwise
+                unseen = msgspec.structs.replace(self._unseen, convolution_bytes=program.sizes[-1])
+                return program.runs(self._allocator(budget.usable_bytes - unseen.kept_free(budget)))
+
+            try:
+                guess = largest(guess, fits)
+            except _ScalesOtherwise:
+                return None
+            beyond = of(guess + 1)
+            if beyond is None:
+                return None
+            program = beyond.program()
+            if program == scaled(programs, guess + 1):
+                return guess
+            programs[guess + 1] = program
+        return None
+
+
+class _ScalesOtherwise(Exception):
+    """Raised where the requests of a step are no polynomials of its size."""
 
 
 def _unseen(watched: WatchedModule) -> Unseen:

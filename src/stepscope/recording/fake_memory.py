@@ -110,6 +110,8 @@ class FakeMemory(TorchDispatchMode):
         self.allocations: list[FakeAllocation] = []
         self.events: list[int] = []
         self.phases: list[FakePhase] = []
+        self.steps: list[tuple[int, list[FakePhase]]] = []
+        """Before each step, how many events there were, and the phases of the step before."""
         self._workspace_bytes = workspace_bytes
         self._threads_with_workspace: set[str] = set()
         self._index: dict[int, int] = {}  # address of a live storage -> its allocation
@@ -275,7 +277,7 @@ class _Outputs:
 
 _ASKED = _Outputs(made=None)
 _outputs: dict[tuple[Any, ...], _Outputs] = {}
-_stays_real: dict[tuple[Any, ...], bool] = {}
+_stays_real: dict[tuple[tuple[Any, ...], int], bool] = {}
 _kinds: dict[Any, Literal["view", "nothing", "kept", "asked"]] = {}
 _BY_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view})
 _ALIASES = frozenset({_aten._unsafe_view.default})
@@ -524,18 +526,20 @@ class FakeMemoryOfOwn(FakeMemory):
         """Whether an operator that reads no fake tensor may really run: its output is small, or there is none."""
         if call.tensors and call.func._schema.is_mutable:
             return True
-        if call.key is not None and call.key in _stays_real:
-            return _stays_real[call.key]
+        # An optimizer draws numbers to round by, of each parameter's size: nothing depends on them.
+        limit = LARGEST_REAL_FLOATS if self._phase == OPTIMIZER else LARGEST_REAL
+        if call.key is not None and (call.key, limit) in _stays_real:
+            return _stays_real[call.key, limit]
         try:
             outputs = call.asked()
         except (DynamicOutputShapeException, DataDependentOutputException):
             return True
         results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         small = all(
-            tensor.nbytes <= (LARGEST_REAL_FLOATS if tensor.is_floating_point() else LARGEST_REAL) for tensor in results
+            tensor.nbytes <= (LARGEST_REAL_FLOATS if tensor.is_floating_point() else limit) for tensor in results
         )
         if call.key is not None:
-            _stays_real[call.key] = small
+            _stays_real[call.key, limit] = small
         return small
 
     def _number(self, tensor: Tensor, func: Any) -> bool | float:
