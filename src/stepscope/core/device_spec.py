@@ -199,6 +199,12 @@ def pcie_generation(name: str) -> int:
     return _PCIE.get(name, 4)
 
 
+HOST_BYTES_PER_S = 50e9
+"""What a GPU on PCIe 5.0 copies to its host's locked memory or from it in a second, while a step runs: 49.9 and 50.9
+GB/s, two H200 at once (the trace of offload-22 in results/h200-x2/long-step). Each generation of PCIe before has half
+of the next."""
+
+
 def is_unified(spec: DeviceSpec) -> bool:
     """Whether the GPU shares its memory with the processor: Apple's."""
     return spec.name.startswith("Apple ")

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.allocations.planning.search import Machine, planned, search
-from stepscope.allocations.planning.times import HOST_BYTES_PER_S, Clock, copies_s, rates_of, said_of
+from stepscope.allocations.planning.times import Clock, copies_s, rates_of, said_of
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory, will_fit
 from stepscope.allocations.prediction.layouts import RankMemory
 from stepscope.core.checkpointing import offload_of
-from stepscope.core.device_spec import DATASHEET, pcie_generation
+from stepscope.core.device_spec import DATASHEET, HOST_BYTES_PER_S, pcie_generation
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import configure
 from stepscope.core.networks import NETWORKS

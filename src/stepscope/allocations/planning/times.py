@@ -19,7 +19,7 @@ import msgspec
 from stepscope.allocations.prediction.layouts import Moved, RankMemory, bytes_of
 from stepscope.core.answer import Slice
 from stepscope.core.checkpointing import OFFLOAD, most_that_fit, offload_of, spans_of
-from stepscope.core.device_spec import DeviceSpec, pcie_generation
+from stepscope.core.device_spec import HOST_BYTES_PER_S, DeviceSpec, pcie_generation
 from stepscope.core.errors import InputError
 from stepscope.core.formulas import adamw_work, communication
 from stepscope.core.formulas.planned_model import PlannedModel, bubble_turns, largest_stage
@@ -86,11 +86,6 @@ PRODUCTS_BESIDE, OTHERS_BESIDE = 1.71, 1.12
 keeps as many multiprocessors of 132 from them, and products whose grid has a block for each need a second round.
 Of 1,007 products and 1,865 other kernels of a step of two H100: on the rank that waits in a collective meanwhile,
 against the same ones alone on the other rank (results/h100-x2/traced). What a collective moves itself is not in it."""
-
-HOST_BYTES_PER_S = 50e9
-"""What a GPU on PCIe 5.0 copies to its host's locked memory or from it in a second, while a step runs: 49.9 and 50.9
-GB/s, two H200 at once (the trace of offload-22 in results/h200-x2/long-step). Each generation of PCIe before has half
-of the next."""
 
 STEP_SPREAD = 0.009
 """Relative standard deviation of the steps of one GPU: of 2.7B, bf16, compiled, in results/h200/best."""

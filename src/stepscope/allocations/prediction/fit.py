@@ -20,8 +20,8 @@ from stepscope.allocations.prediction.estimate import (
     runs_within,
 )
 from stepscope.allocations.prediction.layouts import sharded_peak
-from stepscope.core.checkpointing import group_of, keeping, mixtures, most_that_fit, selective_of
-from stepscope.core.device_spec import REPORTED_MIB, DeviceSpec, device_named, is_unified
+from stepscope.core.checkpointing import OFFLOAD, group_of, keeping, mixtures, most_that_fit, selective_of
+from stepscope.core.device_spec import HOST_BYTES_PER_S, REPORTED_MIB, DeviceSpec, device_named, is_unified
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import MemoryCategory, PhaseMemory
 from stepscope.core.formulas.transformer import recomputed_flops, step_flops
@@ -434,9 +434,26 @@ def _smaller(workload: Workload) -> Iterator[Lever]:
     yield tuple(setting(f"a sequence of {n}", "--seq-len", n) for n in lengths if n >= _SHORTEST)
 
 
+def _offloads(workload: Workload) -> Lever:
+    """Blocks whose kept products wait in the host's memory: a quarter of them, half, three quarters and all."""
+    if workload.phase == "forward" or workload.checkpointing != "none":
+        return ()
+    layers = workload.layers
+    counts = dict.fromkeys(max(1, layers * quarters // 4) for quarters in (1, 2, 3, 4))
+    return tuple(
+        setting(f"matrix products of {blocks} blocks kept on the host", "--checkpointing", f"{OFFLOAD}-{blocks}")
+        for blocks in counts
+    )
+
+
 def _price(change: Change, workload: Workload, extra_flops: float | None) -> str:
-    """What a change costs, in words: FLOPs and steps, which are known. Its time is not, before it is measured."""
+    """What a change costs, in words: FLOPs, steps and copies, which are known. Its time is not, before it is
+    measured."""
     [(field, value)] = change.fields.items()
+    changed = msgspec.structs.replace(workload, **change.fields)
+    if host_bytes := by_sizes(changed, lambda one: estimate_quickly(one).host_bytes):
+        seconds = workload.accumulation * host_bytes / HOST_BYTES_PER_S
+        return f"{format_bytes(workload.accumulation * host_bytes)} copied, {seconds:.2g} s each way over PCIe 5.0"
     sizes = {"batch_size": workload.batch_size or 0, "seq_len": workload.seq_len or 0}
     times = f"{sizes[field] / int(value):.3g} times" if field in sizes else ""
     flops = f"{max(0.0, extra_flops or 0.0):.1%} more FLOPs".replace("%", " %")
@@ -492,7 +509,10 @@ class _Search(Generic[W]):
             return
         dearness = ("attention", "accumulation", "optimizer", "dtype", "checkpointing")
         levers = sorted(self._levers, key=lambda lever: dearness.index(next(iter(lever[0].fields))))
-        for lever in (*levers, *filter(None, map(self._runnable, _smaller(workload)))):
+        offloads = self._runnable(_offloads(workload))
+        if self._lowers(offloads[-1:], (SELECTIVE,)):  # what is kept is what fills it
+            levers.append(offloads)
+        for lever in filter(None, (*levers, *map(self._runnable, _smaller(workload)))):
             enough = next((one for one in lever if self._fits((one,), quickly=False)), None)
             chosen = (lever[-1],) if enough is None else self._with_most_blocks((enough,))
             plan = self._plan(chosen)
