@@ -23,7 +23,7 @@ from stepscope.core.profilers import find_nsys
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, encode_run
 from tests.command import stepscope
-from tests.conftest import make_run
+from tests.conftest import at_length, make_run
 from tests.handmade_snapshot import handmade
 
 pytestmark = pytest.mark.slow
@@ -318,7 +318,7 @@ def test_what_a_recipe_prints_is_no_result(tmp_path: Path):
     assert done.returncode == 2 and not done.stdout and done.stderr.startswith("hello\n")
 
 
-@pytest.mark.parametrize("ends", ["os._exit(0)", "raise KeyboardInterrupt", "raise BaseException('odd')"])
+@pytest.mark.parametrize("ends", ["os._exit(0)", "raise KeyboardInterrupt", *at_length("raise BaseException('odd')")])
 def test_a_module_that_ends_its_process_is_named(tmp_path: Path, ends: str):
     (tmp_path / "ending_module.py").write_text(f"import os\ndef factory():\n    {ends}\n")
     is_refused(

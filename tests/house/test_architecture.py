@@ -4,6 +4,7 @@ STEPSCOPE_UPDATE_DOCS=1 writes the picture in docs/architecture.md anew.
 """
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -46,6 +47,7 @@ ONE_FILE = {
 """Libraries that one file imports alone."""
 
 
+@functools.cache
 def imports(file: Path) -> set[str]:
     """Every module a file imports, inside functions too."""
     found: set[str] = set()

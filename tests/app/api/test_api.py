@@ -20,10 +20,11 @@ from stepscope.app.verbs.results import ShownAnswer, as_text
 from stepscope.core.answer import encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.spelled import run_call
-from stepscope.core.model_config import MODEL_OPTIONS
+from stepscope.core.model_config import MODEL_OPTIONS, configure
 from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload
 from stepscope.runs.answer import answer_run
+from tests.conftest import at_length
 
 DATA = Path(__file__).parents[2] / "data"
 FUNCTIONS = ("fit", "measure", "memory", "run", "show", "trace", "watch")
@@ -179,21 +180,26 @@ def test_ctrl_c_keeps_what_ranks_measured(tmp_path: Path):
     assert json.loads(stored.read_bytes())["status"] == "interrupted"
 
 
-def test_ranks_share_a_step_as_by_the_command(tmp_path: Path):
-    """A named model and a factory, and `tune` prints the line that was called."""
+@pytest.mark.parametrize("of", ["Sequential", *at_length("tiny")])
+def test_ranks_share_a_step_as_by_the_command(tmp_path: Path, of: str):
+    """A factory and a named model, and `tune` prints the line that was called."""
     (tmp_path / "own.py").write_text(OWN_FACTORY)
     told: list[str] = []
-    common: dict[str, Any] = {"parallel": "ddp", "ranks": 2, "device": "cpu", "warmup": 1, "steps": 3}
-    common["runs"] = tmp_path / "runs"
-    measured = stepscope.run("tiny", seq_len=8, batch_size=4, tell=lambda stage: told.append(stage.name), **common)
+    model: dict[str, Any] = {"module": f"{tmp_path}/own.py:make"}
+    if of == "tiny":
+        model = {"model": of, "seq_len": 8, "batch_size": 4}
+    measured = stepscope.run(
+        **model, parallel="ddp", ranks=2, device="cpu", warmup=1, steps=3, runs=tmp_path / "runs",
+        tell=lambda stage: told.append(stage.name),
+    )  # fmt: skip
     run = measured.run
     assert run.status == "done" and run.shared is not None and len(run.shared.ranks) == 2
     assert (measured.samples["step"].median_s or 0) > 0 and load_run(measured.directory).id == run.id
     assert {"check ranks", "measure"} <= {*told}
-    line = run_call(run.workload)
-    assert line == "stepscope.run('tiny', parallel='ddp', ranks=2, seq_len=8)"
-    of_factory = stepscope.run(module=f"{tmp_path}/own.py:make", **common).run
-    assert of_factory.status == "done" and of_factory.workload.name == "Sequential"
+    assert run.workload.name == of
+    called = TextbookWorkload(model=configure("tiny"), seq_len=8, batch_size=4, parallel="ddp", ranks=2)
+    assert run_call(called) == "stepscope.run('tiny', parallel='ddp', ranks=2, seq_len=8)"
+    assert of != "tiny" or run.workload == called
 
 
 OWN_FACTORY = """

@@ -22,6 +22,7 @@ from stepscope.core.options import GROUPS
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.workload_options import OneWorkload
 from tests import command
+from tests.conftest import at_length
 
 pytestmark = pytest.mark.slow
 
@@ -165,7 +166,7 @@ def test_alone_it_says_what_there_is_to_do_in_this_folder(tmp_path: Path):
     [
         ("ls --out results/h200/limit-80GiB", "ls --runs results/h200/limit-80GiB"),
         ("show xl-b4-s1024 --out=results/h200/limit-80GiB", "show xl-b4-s1024 --runs=results/h200/limit-80GiB"),
-        ("device --read results/h200/device.json", "device --from results/h200/device.json"),
+        *at_length(("device --read results/h200/device.json", "device --from results/h200/device.json")),
         (
             "study kernels --from results/h200/kernels --question h",
             "study kernels --from results/h200/kernels --only h",

@@ -21,7 +21,7 @@ from tests.captures import (
     write_sqlite,
 )
 from tests.command import stepscope
-from tests.conftest import make_run
+from tests.conftest import at_length, make_run
 from tests.shown import check_golden
 from tests.textbook import textbook
 
@@ -250,8 +250,8 @@ def no_json(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "make",
-    [truncated_gzip, truncated_json, not_a_number, deep, no_sqlite_of_nsys, without_cuda, bomb, empty, missing, no_json,
-     a_pointer],
+    [truncated_gzip, truncated_json, not_a_number, deep, no_sqlite_of_nsys, without_cuda, empty, missing, no_json,
+     a_pointer, *at_length(bomb)],
 )  # fmt: skip
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, make):
     path = make(tmp_path)
