@@ -698,8 +698,12 @@ BY_LENGTH: dict[str, Callable[[str, list[CapturedCell]], Table | None]] = {
 
 
 Tool = Annotated[str, Option("Whose captures to read.", choices=TRACE_TOOLS)]
+_FINDINGS = "findings"
+"""What --only names beside letters: the sentences without a table."""
 From = Annotated[Path | None, Option("A folder of runs measured before: nothing is measured.", STORED, metavar="DIR")]
-Only = Annotated[tuple[str, ...], Option("Only these tables, by their letters, as in d or b,e (default: all).", OUTPUT)]
+Only = Annotated[
+    tuple[str, ...], Option("Only these tables, by their letters, as in d or b,e, or findings (default: all).", OUTPUT)
+]
 
 
 def capture_kernels(
@@ -728,10 +732,10 @@ def capture_kernels(
     """Kernels by phase, their share, softmax and the rest, over models and sequence lengths."""
     choose(tool, TRACE_TOOLS, "tool")
     for letter in only:
-        choose(letter, list(TABLES), "question")
+        choose(letter, [*TABLES, _FINDINGS], "question")
 
     def answer(runs: Sequence[tuple[Run, Path]]) -> Result:
-        return _of_captures(runs, tool, keep_digests, "".join(only))
+        return _of_captures(runs, tool, keep_digests, only)
 
     if from_ is not None:
         refuse_beside("--from", "--where", "--tool", "--keep-digests")
@@ -751,7 +755,7 @@ def capture_kernels(
     return Cells(plan=plan, answer=lambda measured: answer([(run, runs / run.id) for run in measured]))
 
 
-def _of_captures(runs: Sequence[tuple[Run, Path]], tool: str, keep: bool, letters: str) -> Result:
+def _of_captures(runs: Sequence[tuple[Run, Path]], tool: str, keep: bool, only: Sequence[str]) -> Result:
     """The answer from the captures of these runs, each with its directory; with --json what every capture says."""
     from stepscope.traces.captures.digest import digest_beside
 
@@ -765,16 +769,21 @@ def _of_captures(runs: Sequence[tuple[Run, Path]], tool: str, keep: bool, letter
         if wanted := digests.pop(tool):
             cells.append(CapturedCell(run=run, digest=wanted, other=next(iter(digests.values()))))
     if not cells:
-        raise InputError("no run here (with these conditions) holds a capture: measure with --record kineto")
+        models = ", ".join(dict.fromkeys(run.workload.name for run, _ in runs))
+        of = f" (of {models})" if models else ""
+        raise InputError(f"no run here{of} holds a capture: measure with --record kineto")
     captured = {cell.run.id for cell in cells}
     ended = [run for run, _ in runs if run.id not in captured and run.status != "done"]
+    letters = "".join(one for one in only if one != _FINDINGS)
     answer = answer_kernels(cells, letters, ended)
+    if only and not letters:
+        answer = msgspec.structs.replace(answer, tables=(), panels=())
 
     def document() -> str:
         lines = ({"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest} for cell in cells)
         return "".join(msgspec.json.encode(line).decode() + "\n" for line in lines)
 
-    return Result(answer=answer.body() if letters else answer, document=document)
+    return Result(answer=answer.body() if only else answer, document=document)
 
 
 def _stored(place: Path, where: Sequence[str]) -> list[tuple[Run, Path]]:
@@ -784,7 +793,10 @@ def _stored(place: Path, where: Sequence[str]) -> list[tuple[Run, Path]]:
     conditions = [condition for text in where for condition in conditions_in(text)]
     runs = list(stored_runs([place]))
     kept, nowhere = meeting([run for run, _ in runs], conditions)
-    for sentence in nowhere if kept else ():
+    if runs and not kept:
+        there = ", ".join(dict.fromkeys(run.workload.name for run, _ in runs))
+        raise InputError(f"no run in {place} meets --where {' '.join(where)}: there are runs of {there}")
+    for sentence in nowhere:
         warn(sentence)
     wanted = set(map(id, kept))
     return [pair for pair in runs if id(pair[0]) in wanted]

@@ -96,9 +96,13 @@ def answer_warmup(runs: Sequence[Run]) -> Answer:
         ("warm-up steps", TEXT), ("mean ± std (ms)", TEXT), ("median (ms)", "ms of s"), ("first step (ms)", "ms of s"),
         ("steps", TEXT), rows=rows, notes=as_lines(_difference(runs), *notes),
     )  # fmt: skip
+    where = runs[0].environment
     return Answer(
         study="warmup",
         question="How many warm-up steps does a measurement need?",
+        device=where.limited_device if where else "",
+        date=runs[0].day,
+        versions=dict(where.versions) if where else {},
         lead=heading(runs[0]),
         tables=(table,),
     )

@@ -104,6 +104,7 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
         (["study", "attention", "--tag", "mine"], "No such option: --tag"),
         (["study", "attention", "--every-shape"], "No such option: --every-shape: study attention has none, and study"),
         (["trace", "--parallel", "ddp"], "--parallel: trace has none, and run, sweep, fit, tune and 1 more have it"),
+        (["compare", "a", "b", "--where", "x=1"], "study kernels have it: name a folder, a sweep or a tag"),
         (["run", "--seqlen", "4"], "No such option '--seqlen'. (Did you mean one of: "),
         (["sweep", "--seq-len", "12,x"], "cannot read --seq-len '12,x'"),
         (["sweep", "--model", ","], "--model is empty"),

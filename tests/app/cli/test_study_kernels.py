@@ -26,6 +26,8 @@ def test_tables_of_digests_kept_with_the_results():
     assert {row["workload"]["model"]["name"] for row in rows} == {"small"}
     chosen = study("--from", KEPT, "--only", "d")
     assert chosen.stdout.startswith("(d) ") and "(a) " not in chosen.stdout
+    sentences = study("--from", KEPT, "--only", "findings")
+    assert sentences.stdout.startswith("Under the profiler a step takes") and "(d) " not in sentences.stdout
     by_the_other = study("--from", KEPT, "--tool", "nsys", "--only", "g", "--where", "model=small")
     assert "Nsight Systems and the other profiler" in by_the_other.stdout
 
@@ -34,10 +36,11 @@ def test_wrong_questions_fields_and_places(tmp_path: Path):
     for arguments, word in (
         (["--from", KEPT, "--only", "z"], "unknown question 'z'"),
         (["--from", KEPT, "--where", "modl=small"], "unknown field 'modl'"),
-        (["--from", KEPT, "--where", "model=huge"], "holds a capture"),
+        (["--from", KEPT, "--where", "model=huge"], "meets --where model=huge: there are runs of small, medium, large"),
+        (["--from", KEPT.parent / "tf32"], "no run here (of "),
         (["--from", KEPT, "--tool", "perf"], "unknown tool 'perf'"),
         (["--from", tmp_path / "none"], "no runs at"),
-        (["--from", tmp_path], "holds a capture"),
+        (["--from", tmp_path], "no run here holds a capture"),
         (["--model", "tiny", "--seq-len", "x"], "--seq-len 'x'"),
     ):
         done = study(*arguments)

@@ -305,7 +305,9 @@ class Command(click.Command):
             more = f" and {len(owners) - _FEW_VERBS} more" if len(owners) > _FEW_VERBS else ""
             have = "have" if len(owners) > 1 else "has"
             some = f"{', '.join(owners[:_FEW_VERBS])}{more}"
-            raise InputError(f"No such option: {flag}: {self.verb.name} has none, and {some} {have} it")
+            # A comparison names its runs.
+            instead = ": name a folder, a sweep or a tag" if (flag, self.verb.name) == ("--where", "compare") else ""
+            raise InputError(f"No such option: {flag}: {self.verb.name} has none, and {some} {have} it{instead}")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
