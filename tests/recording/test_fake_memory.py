@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from stepscope.core.evidence import MemoryCategory
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.fake_module import estimate_by_running
 from stepscope.recording.driven import observe_step
-from stepscope.recording.fake_memory import AsOnCuda, AttentionBackend, FakeMemory
+from stepscope.recording.fake_memory import AsOnCuda, AttentionBackend, FakeMemory, chosen_backend
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, mini
 from tests.fake_compile import saved_by_compiled_step
@@ -129,6 +130,78 @@ def test_attention_becomes_the_kernel_that_a_gpu_runs(backend: AttentionBackend)
     assert ("aten.bmm.default" in operators) == (backend == "math")
 
 
+def queries(heads: int = 4, dim: int = 16, dtype: torch.dtype = torch.bfloat16, seq: int = 12) -> torch.Tensor:
+    return torch.empty(2, heads, seq, dim, dtype=dtype, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "backend"),
+    [
+        ({}, "cudnn"),
+        ({"dtype": torch.float32}, "efficient"),
+        ({"dtype": torch.float64}, "math"),
+        ({"key_heads": 1}, "math"),  # as Falcon's, one head of keys for all: broadcast, and not said to be shared
+        ({"key_heads": 2, "enable_gqa": True}, "cudnn"),
+        ({"key_heads": 2, "enable_gqa": True, "dtype": torch.float32}, "math"),
+        ({"dim": 12}, "flash"),  # which pads it
+        ({"dim": 12, "mask": (12, 12)}, "math"),
+        ({"dim": 12, "dtype": torch.float32}, "efficient"),
+        ({"dim": 264}, "efficient"),
+        ({"mask": (12, 12)}, "cudnn"),
+        ({"mask": (2, 1, 1, 12)}, "cudnn"),
+        ({"mask": (4, 12, 12)}, "efficient"),
+        ({"mask": (1, 4, 12, 12), "bias": True}, "efficient"),  # as Swin's table of relative positions
+        ({"off": "cudnn"}, "flash"),
+        ({"off": "cudnn", "mask": (12, 12)}, "efficient"),
+    ],
+)  # fmt: skip
+def test_the_backend_is_the_first_that_is_able(call: dict[str, Any], backend: str):
+    off = torch.backends.cuda.enable_cudnn_sdp
+    off(call.get("off") != "cudnn")
+    try:
+        shape = {"dim": call.get("dim", 16), "dtype": call.get("dtype", torch.bfloat16)}
+        query, key = queries(**shape), queries(call.get("key_heads", 4), **shape)
+        mask = torch.empty(call["mask"], requires_grad=call.get("bias", False)) if "mask" in call else None
+        grouped = call.get("enable_gqa", False)
+        assert chosen_backend(query, key, key, mask, is_causal=False, enable_gqa=grouped) == backend
+    finally:
+        off(enabled=True)
+
+
+def attended(*mask: int, heads: int = 4, grad: bool = False, condition: bool = False) -> tuple[FakeMemory, int]:
+    """What attention as chosen allocates in 16 bits, and the bytes that it keeps for backward."""
+    with FakeTensorMode(), FakeMemory() as watch:
+        dtype = torch.bool if condition else torch.bfloat16
+        given = torch.empty(mask, dtype=dtype, requires_grad=grad) if mask else None
+        query, key, value = queries(), queries(heads), queries(heads)
+        with watch.phase("forward"), AsOnCuda("chosen"):
+            out = F.scaled_dot_product_attention(query, key, value, given)
+        kept = live_bytes(watch, "saved for backward")
+        out.sum().backward()
+    return watch, kept
+
+
+def test_heads_that_are_broadcast_keep_their_scores():
+    """In bf16, too: PyTorch computes them in fp32 unless it is told not to."""
+    _, kept = attended(heads=1)
+    numbers, scores = 2 * 4 * 12 * 16, 2 * 4 * 12 * 12
+    # In fp32 the scores, scaled queries, and keys and values that are expanded to the heads of the queries.
+    assert kept == 4 * (3 * numbers + scores) + 2 * numbers
+
+
+def test_a_mask_is_padded_and_its_gradient_too():
+    watch, _ = attended(1, 4, 12, 12, grad=True)
+    made = [(a.operator.split(".")[1], a.nbytes) for a in watch.allocations]
+    assert ("constant_pad_nd", 4 * 12 * 16 * 2) in made  # rows of 12 elements begin at multiples of 8
+    # Gradients of query, key and value, and one of all scores, whose rows lie in multiples of 16.
+    assert made.count(("_scaled_dot_product_efficient_attention_backward", 2 * 4 * 12 * 16 * 2)) == 4
+
+
+def test_a_condition_becomes_numbers_once_and_no_copy_by_head():
+    watch, _ = attended(2, 1, 12, 12, condition=True)
+    assert [a.nbytes for a in watch.allocations if a.operator == "aten.where.self"] == [2 * 12 * 12 * 2]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_attention_inside_pytorchs_own_module_becomes_that_kernel_too(dropout: float):
     """nn.MultiheadAttention calls it in a function of Python, for which PyTorch takes the mode off."""
@@ -191,6 +264,7 @@ def stored(pattern: str) -> tuple[TextbookWorkload, dict[str, int | None]]:
     [
         "optimizer/*-small-b4-s512-fp32-*-adamw-fused-*",
         "kernels/*-small-b4-s128-bf16-forward-*",
+        "memory-constants/*-small-b4-s1024-bf16-forward-sdpa-math-*",
         *(
             pytest.param(larger, marks=pytest.mark.long)
             for larger in (

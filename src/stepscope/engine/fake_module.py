@@ -437,10 +437,7 @@ def watch_module(
             if user_module.optimizer is not None:
                 _update_as_on_a_gpu(user_module.optimizer)
             cast_as_on_a_gpu(step.model)
-            # A Hopper GPU attends in 16 bits by cuDNN, else by the efficient kernel.
-            as_on_cuda = fake_memory.AsOnCuda(
-                lambda query: "efficient" if query.dtype == torch.float32 else "cudnn", heads_as_given=True
-            )
+            as_on_cuda = fake_memory.AsOnCuda("chosen")
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
         try:
             run_steps(step, watch, steps, on_host=on_host)

@@ -185,6 +185,10 @@ class FakeMemory(TorchDispatchMode):
                 else:
                     self._end_recomputation()
         thread = "backward" if self._phase == BACKWARD else "main"
+        if func is _aten._safe_softmax.default:  # its kernel looks for rows that are masked whole
+            index = self._allocate(args[0].numel(), func)
+            self.allocations[index].live = False
+            self.events.append(~index)
         needs_workspace = self._workspace_bytes and func._schema.name in _PRODUCTS
         if needs_workspace and thread not in self._threads_with_workspace:
             self._threads_with_workspace.add(thread)
@@ -635,14 +639,11 @@ _SUMS_INTO_FP32 = frozenset({"sum"})
 class AsOnCuda(TorchFunctionMode):
     """A mode in which autocast("cpu") casts what autocast("cuda") would, and fused attention and dropout are CUDA's."""
 
-    def __init__(
-        self, attention: Callable[[Tensor], AttentionBackend] | None = None, *, heads_as_given: bool = False
-    ) -> None:
-        """attention: the backend for these queries (B, H, S, D); None leaves it to the CPU, which casts alike.
-        heads_as_given: keys that several heads share are never repeated: the efficient kernel, which takes none, leaves
-        them to the math one (sdp_utils.cpp)."""
+    def __init__(self, attention: Callable[[Tensor], AttentionBackend] | Literal["chosen"] | None = None) -> None:
+        """attention: the backend for these queries (B, H, S, D), and keys that several heads share are repeated where
+        it takes none; "chosen" is the one that PyTorch takes (`chosen_backend`); None leaves it to the CPU, which casts
+        alike."""
         super().__init__()
-        self._heads_as_given = heads_as_given
         self._attention = attention
 
     @contextlib.contextmanager
@@ -720,11 +721,13 @@ class AsOnCuda(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu"):
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-        bias = _bias(attn_mask, query)
+            attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
         assert self._attention is not None
-        backend = self._attention(query)
-        if self._heads_as_given and backend == "efficient" and key.shape[1] < query.shape[1]:
-            backend = "math"
+        if self._attention == "chosen":
+            backend = chosen_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+        else:
+            backend = self._attention(query)
+        bias = _bias(attn_mask, query, key, backend)
         aten = torch.ops.aten
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         if backend == "efficient":
@@ -752,15 +755,63 @@ class AsOnCuda(TorchFunctionMode):
         )[0]
 
 
-def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask as the kernels add it to the scores: of the queries' dtype, (B, H, S, S) by views."""
+def chosen_backend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, is_causal: bool, enable_gqa: bool
+) -> AttentionBackend:
+    """The backend that PyTorch takes on a Hopper GPU: the first that is able, of cuDNN, flash, efficient and math
+    (ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h). Raises RuntimeError as it does, where the user
+    has disabled math and no other is able.
+
+    query (B, H, S, D), key (B, H or fewer, T, D), value (B, as key, T, E); mask: broadcast to (B, H, S, T).
+    """
+    cuda, tensors = torch.backends.cuda, (query, key, value)
+    half, dims = _is_half(query), (query.shape[-1], value.shape[-1])
+    heads = [tensor.shape[1] for tensor in tensors if tensor.dim() > 2]
+    fused = (
+        all(t.dim() == 4 and t.dtype == query.dtype for t in tensors)
+        and len({t.shape[0] for t in tensors}) == 1
+        and min(query.shape[2], key.shape[2]) > 0
+        and all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors)
+        and (mask is None or mask.stride(-1) == 1)
+    )
+    same = len(set(heads)) == 1
+    shared = same or (enable_gqa and fused and all(heads[0] % count == 0 for count in heads))
+    able: dict[AttentionBackend, bool] = {
+        "cudnn": cuda.cudnn_sdp_enabled() and half and shared and max(dims) <= 256 and not any(d % 8 for d in dims)
+        and key.shape[-2] > 1 and _fits_scores(mask, query, key),
+        "flash": cuda.flash_sdp_enabled() and half and shared and len(set(heads[1:])) == 1 and mask is None
+        and dims[0] == dims[1] <= 256 and not (is_causal and query.shape[-2] != key.shape[-2]),
+        "efficient": cuda.mem_efficient_sdp_enabled() and (half or query.dtype == torch.float32) and same
+        and not any(d % (8 if half else 4) for d in dims),
+    }  # fmt: skip
+    chosen: AttentionBackend | None = next((name for name, is_able in able.items() if fused and is_able), None)
+    if chosen is None and not cuda.math_sdp_enabled():
+        raise RuntimeError("No available kernel. Aborting execution.")
+    return chosen or "math"
+
+
+def _fits_scores(mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
+    """Whether cuDNN takes the mask: of 2 or 4 sizes that broadcast to the scores' as they are, without a gradient."""
+    if mask is None or mask.dim() not in (2, 4):
+        return mask is None
+    of_scores = (*query.shape[:3], key.shape[2])[-mask.dim() :]
+    fits = all(size in (1, of) for size, of in zip(mask.shape, of_scores, strict=True))
+    return fits and not mask.requires_grad
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor, backend: AttentionBackend) -> Tensor | None:
+    """The mask as the kernels add it to the scores: a condition in the queries' dtype, and views of (B, H, S, T). For
+    the efficient one rows lie in multiples of 8 elements (pad_bias of ATen/native/transformers/attention.cpp)."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-    if query.dim() != 4:
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype))
+    if query.dim() != 4 or backend == "math":
         return mask
-    return mask.to(query.dtype).expand(*query.shape[:2], *mask.shape[-2:])
+    if backend == "efficient" and (mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1])):
+        width = mask.shape[-1]
+        mask = F.pad(mask, (0, 8 - width % 8))[..., :width]
+    return mask.expand(*query.shape[:3], key.shape[2])
 
 
 def _dropout(
