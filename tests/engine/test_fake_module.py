@@ -1,6 +1,8 @@
 """`fit` of a user's own module: hand counts, the textbook given as a module, what is refused, and the contract."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from stepscope.core.units import GIB, MIB
 from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine import fake_module
 from stepscope.engine.fake_module import estimate_by_running, fit_module, replayed, resized, watch_module_step
+from stepscope.engine.request import Stage
+from stepscope.questions.fit_apart import fit_apart
 from stepscope.recording import fake_memory
 from stepscope.training.user_module.module_step import UserModule
 from tests.command import stepscope
@@ -26,6 +30,7 @@ RESULTS = Path(__file__).parents[2] / "results"
 pytestmark = pytest.mark.slow
 
 OWN = """
+import time
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -63,6 +68,11 @@ class Positions(nn.Module):
 def text(batch_size=4, seq_len=64, positions=100_000):
     x = torch.randint(50, (batch_size, seq_len))
     return Positions(positions, 16), x, lambda out: out.square().mean()
+
+def slow(batch_size=4, seq_len=64):
+    if seq_len != 64:
+        time.sleep(60)
+    return text(batch_size, seq_len)
 
 def textbook(dtype="fp32"):
     workload = TextbookWorkload(
@@ -170,6 +180,20 @@ def test_a_program_of_another_size_is_scaled_from_three_and_asks_what_its_step_d
     assert fake_module.scaled(known, 192) == of(192)
     other = watch_module_step(own(file, "mlp"), "cuda").program()
     assert fake_module.scaled({64: known[64], 128: other}, 192) is None
+
+
+def test_a_search_that_is_interrupted_gives_the_peak_that_is_known(file: Path):
+    told: list[Stage] = []
+
+    def tell(stage: Stage) -> None:
+        told.append(stage)
+        if stage.name.startswith("trying"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    (found,) = fit_apart(own(file, "slow"), [budget_of_memory(GIB)], tell=tell)
+    assert (found.fits, found.largest_batch, found.longest_sequence) == (True, None, None)
+    assert found.peak_bytes == fitted(own(file, "slow")).peak_bytes
+    assert [stage.name for stage in told] == ["starting", "1,601,650 parameters", "trying --seq-len 32"]
 
 
 def test_the_peak_of_an_mlp_by_hand(file: Path):

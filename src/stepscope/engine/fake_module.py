@@ -12,6 +12,7 @@ import inspect
 import itertools
 import math
 import operator
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -33,8 +34,9 @@ from stepscope.core.errors import InputError, named_line
 from stepscope.core.evidence import MemoryCategory, PhaseMemory
 from stepscope.core.parts import ATTENTIONS, REFERENCE, Memory
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.units import MIB
+from stepscope.core.units import MIB, format_bytes
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, is_configuration
+from stepscope.engine.request import Stage, Tell
 from stepscope.recording import fake_memory
 from stepscope.recording.held_tensors import optimizer_tensors
 from stepscope.recording.step import Phase, Recorder, drive
@@ -371,6 +373,7 @@ def watch_module_step(
     batch_size: int | None = None,
     steps: int = STEPS_BEFORE + 1,
     module: Callable[[], UserModule] | None = None,
+    tell: Tell = lambda _: None,
 ) -> WatchedModule:
     """Make and run `steps` steps on fake tensors. Raises InputError for compiled steps, for steps of the user's own,
     and for operators that depend on data.
@@ -396,6 +399,8 @@ def watch_module_step(
         arguments = {**arguments, "batch_size": batch_size}
     with _UnfilledParameters():
         user_module = load_module(workload.factory, arguments, seed=workload.seed)
+    parameters = sum(parameter.numel() for parameter in user_module.module.parameters())
+    tell(Stage(name=f"{parameters:,} parameters", detail="its step on fake tensors"))
     resized = None if by_argument else batch_size
     return watch_module(user_module, workload, device_type, batch_size=resized, steps=steps)
 
@@ -600,32 +605,53 @@ def fit_module(
     *,
     search: bool = True,
     module: Callable[[], UserModule] | None = None,
+    know: Callable[[list[Fit[FakeEstimate]]], object] = lambda _: None,
+    tell: Tell = lambda _: None,
 ) -> list[Fit[FakeEstimate]]:
     """Predict the peak of a step, and for each budget say whether it fits; with `search` also what would make it fit,
     the largest batch and the longest sequence. Without a budget the peak alone.
 
     module: returns a copy of a module that exists already, in place of what the workload's factory would make. Its
-    sequences have one length.
+    sequences have one length. know: is called with the predictions as far as they are known, whenever that is more.
+    tell: is told which step is run.
     """
-    predictor = FakePredictor(workload, device_type, module)
-    if not budgets:
-        return [judge(predictor, None)]
-    fits = [judge(predictor, budget, search=search) for budget in budgets]
+    predictor = FakePredictor(workload, device_type, module, tell)
+    fits = [judge(predictor, budget, search=False) for budget in budgets or [None]]
+    know(fits)
     if not search:
         return fits
-    return [msgspec.structs.replace(fit, **predictor.sizes(budget)) for fit, budget in zip(fits, budgets, strict=True)]
+    predictor.expected = sum(STEPS_TO_SIZES + (0 if fit.fits else STEPS_TO_PLANS) for fit in fits)
+    for place, budget in enumerate(budgets):
+        if not fits[place].fits:
+            fits[place] = judge(predictor, budget)
+            know(fits)
+        fits[place] = msgspec.structs.replace(fits[place], **predictor.sizes(budget))
+        know(fits)
+    return fits
+
+
+STEPS_TO_SIZES, STEPS_TO_PLANS = 5, 8
+"""Steps that a search for the largest sizes, and one for what would make a step fit, mostly run: to say how long."""
 
 
 class FakePredictor:
     """Predicts a user's module and its variants, each by a step on fake tensors."""
 
     def __init__(
-        self, workload: FactoryWorkload, device_type: DeviceType, module: Callable[[], UserModule] | None
+        self,
+        workload: FactoryWorkload,
+        device_type: DeviceType,
+        module: Callable[[], UserModule] | None,
+        tell: Tell = lambda _: None,
     ) -> None:
-        self._module = module
+        self._module, self._tell = module, tell
+        self.expected = 0
+        """Steps that will probably be run."""
+        self._that_fit: list[str] = []
+        self._seconds: list[float] = []
         self._device_type: DeviceType = device_type
         self._watched: dict[tuple[bytes, int | None], WatchedModule | None] = {}
-        self._first = watch_module_step(workload, device_type, module=module)
+        self._first = watch_module_step(workload, device_type, module=module, tell=tell)
         self.workload = self._first.workload
         self.estimate = self._estimate(self._first)
         assert self.estimate.unseen is not None
@@ -635,7 +661,11 @@ class FakePredictor:
         return self._peak(self._variant(workload))
 
     def fits(self, workload: FactoryWorkload, budget: Budget, *, quickly: bool = False) -> bool:
-        return self._runs(self._variant(workload), budget)
+        runs = self._runs(self._variant(workload), budget)
+        words = self._words(workload, None)
+        if runs and words not in self._that_fit:
+            self._that_fit.append(words)
+        return runs
 
     def fails_in(self, budget: Budget) -> str | None:
         return self._fails_in(self._first, budget)
@@ -675,13 +705,39 @@ class FakePredictor:
         workload = msgspec.structs.replace(workload, model=UserModel(name=""))
         key = (msgspec.json.encode(workload), batch)
         if key not in self._watched:
+            self._tell_of(workload, batch)
+            begun_s = time.perf_counter()
             try:
                 self._watched[key] = watch_module_step(
                     workload, self._device_type, batch_size=batch, steps=STEPS_BEFORE, module=self._module
                 )
             except InputError:
                 self._watched[key] = None
+            self._seconds.append(time.perf_counter() - begun_s)
         return self._watched[key]
+
+    def _words(self, workload: FactoryWorkload, batch: int | None) -> str:
+        """What differs from the step that was asked about, as options."""
+        asked, fields = self.workload, ("attention", "optimizer", "dtype", "accumulation", "checkpointing")
+        changed = {name: getattr(workload, name) for name in fields if getattr(workload, name) != getattr(asked, name)}
+        changed |= {name: n for name, n in workload.arguments.items() if asked.arguments.get(name) != n}
+        changed |= {} if batch is None else {"batch_size": batch}
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
+
+    def _tell_of(self, workload: FactoryWorkload, batch: int | None) -> None:
+        """Tell which step is run next, what is known, and how long the rest will take."""
+        done = len(self._seconds)
+        left = max(1, self.expected - done) * (sum(self._seconds) / done if done else 0.0)
+        said = [f"the peak is {format_bytes(self.estimate.peak_bytes)}"]
+        said += [f"fits with {', or '.join(self._that_fit)}"] if self._that_fit else []
+        said += [f"about {left:.0f} s left"] if done else []
+        self._tell(
+            Stage(
+                name=f"trying {self._words(workload, batch)}",
+                detail="; ".join(said),
+                fraction=min(done / self.expected, 0.95) if self.expected else None,
+            )
+        )
 
     def _peak(self, watched: WatchedModule | None) -> int | None:
         return None if watched is None else self._estimate(watched).peak_bytes

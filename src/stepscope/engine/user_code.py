@@ -13,9 +13,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,24 +35,31 @@ class _Answer(msgspec.Struct, kw_only=True):
     data: str = ""
 
 
-def ask_apart(module: str, *arguments: str, what: str, keeps: bool = False) -> bytes:
+_asker: int | None = None
+"""Where `tell_asker` writes, in the child of one who listens."""
+
+
+def ask_apart(
+    module: str, *arguments: str, what: str, keeps: bool = False, hears: Callable[[bytes], object] | None = None
+) -> bytes:
     """The result of `answer_apart` in `python -m module`, started with these arguments.
 
     keeps: whether the child answers from what it has when it gets SIGINT. Then a signal goes on to it, and it is waited
-    for; half a second later, another signal ends it.
+    for; half a second later, another signal ends it. hears: is called with each line that the child tells while it
+    works, on a thread of its own.
 
     Raises the child's StepscopeError; InputError, which says `what` ended, where the child ends without an answer; and
     KeyboardInterrupt where it gives none because of a signal.
     """
-    with tempfile.TemporaryFile() as file:
-        number = str(file.fileno())
-        command = [sys.executable, "-P", "-m", module, number, *arguments]
+    with tempfile.TemporaryFile() as file, _listening(hears) as told:
+        descriptors = (file.fileno(),) if told is None else (file.fileno(), told)
+        command = [sys.executable, "-P", "-m", module, ",".join(map(str, descriptors)), *arguments]
         # Our stdout is for our result, so whatever the user's code prints goes to stderr.
         mark = f"own-code-{os.getpid()}-{file.fileno()}"
         child = _Child()
         try:
             with interrupts.notifying(child.interrupt) if keeps else contextlib.nullcontext():
-                code = child.run(command, file.fileno(), {**os.environ, MARK: mark})
+                code = child.run(command, descriptors, {**os.environ, MARK: mark})
         finally:
             kill_marked(mark)  # Processes that the user's code has started end with it.
         file.seek(0)
@@ -61,6 +69,10 @@ def ask_apart(module: str, *arguments: str, what: str, keeps: bool = False) -> b
             answer = None
     if child.interrupted and (answer is None or answer.error is not None):
         raise KeyboardInterrupt
+    if answer is None and -code in interrupts.SIGNALS:
+        interrupts.check()
+        sender = f"{signal.Signals(-code).name}, which another process sent it"
+        raise errors.InputError(f"the process of {what} was ended by {sender}: run the command again")
     if answer is None:
         end = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         raise errors.InputError(f"{what} ended its process {end} before it was done: let it return instead")
@@ -81,12 +93,12 @@ class _Child:
         """Whether a signal has gone on to it."""
         return self._interrupted_at_s is not None
 
-    def run(self, command: list[str], answer: int, environment: dict[str, str]) -> int:
+    def run(self, command: list[str], descriptors: tuple[int, ...], environment: dict[str, str]) -> int:
         """Run it to its end; returns its exit code."""
         # The child begins with SIGINT held, until it can answer: importing, it would end with a traceback.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            process = subprocess.Popen(command, stdout=2, pass_fds=(answer,), env=environment)
+            process = subprocess.Popen(command, stdout=2, pass_fds=descriptors, env=environment)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         with process as self._process:
@@ -108,10 +120,53 @@ class _Child:
             self._process.kill()
 
 
-def answer_apart(make: Callable[..., str]) -> NoReturn:
-    """Call `make` with the arguments in the child, write what it returns or raises, and end the process."""
-    file = int(sys.argv[1])
-    os.set_inheritable(file, False)
+@contextlib.contextmanager
+def _listening(hears: Callable[[bytes], object] | None) -> Generator[int | None]:
+    """A context with the descriptor whose lines are heard; None where nobody listens."""
+    if hears is None:
+        yield None
+        return
+    ours, told = os.pipe()
+
+    def listen() -> None:
+        with os.fdopen(ours, "rb") as lines:
+            for line in lines:
+                hears(line)
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        yield told
+    finally:
+        os.close(told)
+        listener.join(1)  # a process that the user's code started may hold the other end
+
+
+def tell_asker(line: bytes) -> None:
+    """Tell a line to whoever asked this process, if that one listens."""
+    if _asker is not None:
+        with contextlib.suppress(OSError):
+            os.write(_asker, line + b"\n")
+
+
+def answer_apart(make: Callable[..., str], known: Callable[[], str | None] = lambda: None) -> NoReturn:
+    """Call `make` with the arguments in the child, write what it returns or raises, and end the process.
+
+    known: the answer so far, which is given where a signal asks for it; None where there is none yet.
+    """
+    global _asker  # noqa: PLW0603  (one process, one asker)
+    file, *others = map(int, sys.argv[1].split(","))
+    for descriptor in (file, *others):
+        os.set_inheritable(descriptor, False)
+    _asker = others[0] if others else None
+
+    def answer_at_once(*_: object) -> None:
+        data = known()
+        if data is None:
+            raise KeyboardInterrupt
+        _write(file, _Answer(data=data))
+
+    signal.signal(signal.SIGINT, answer_at_once)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         gc.freeze()  # what imports have made stays
@@ -120,6 +175,10 @@ def answer_apart(make: Callable[..., str]) -> NoReturn:
         answer = _Answer(error=str(error), exit_code=error.exit_code)
     except KeyboardInterrupt:  # The user's code raised it, or a signal: whoever asked knows of that.
         answer = _Answer(error=f"{' '.join(sys.argv[2:3])}: KeyboardInterrupt was raised")
+    _write(file, answer)
+
+
+def _write(file: int, answer: _Answer) -> NoReturn:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # The user's code may have closed any of them.
         with os.fdopen(file, "wb") as place:
             place.write(msgspec.json.encode(answer))

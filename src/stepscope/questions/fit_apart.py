@@ -10,7 +10,8 @@ from stepscope.allocations.prediction.estimate import DeviceType
 from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit
 from stepscope.core.errors import InputError
 from stepscope.core.workloads import FactoryWorkload
-from stepscope.engine.user_code import answer_apart, ask_apart
+from stepscope.engine.request import Stage, Tell
+from stepscope.engine.user_code import answer_apart, ask_apart, tell_asker
 
 
 class _Request(msgspec.Struct, frozen=True):
@@ -20,15 +21,36 @@ class _Request(msgspec.Struct, frozen=True):
     search: bool
 
 
+_known: list[Fit[FakeEstimate]] = []
+"""In the process of its own: what is known so far."""
+
+
 def fit_apart(
-    workload: FactoryWorkload, budgets: Sequence[Budget], device_type: DeviceType = "cuda", *, search: bool = True
+    workload: FactoryWorkload,
+    budgets: Sequence[Budget],
+    device_type: DeviceType = "cuda",
+    *,
+    search: bool = True,
+    tell: Tell | None = None,
 ) -> list[Fit[FakeEstimate]]:
     """The prediction of a step for each budget, or of its peak alone where there is none; with `search` also what would
-    make it fit, and the largest sizes. Raises InputError for what cannot be predicted."""
+    make it fit, and the largest sizes. Raises InputError for what cannot be predicted.
+
+    tell: is told what is tried. With it a signal ends the search, and the prediction is what is known by then.
+    """
     what = f"{'--model' if workload.factory.endswith('.json') else '--module'} {workload.factory}"
     request = msgspec.json.encode(_Request(workload, tuple(budgets), device_type, search)).decode()
+
+    def hear(line: bytes) -> None:
+        if tell is not None:
+            tell(msgspec.json.decode(line, type=Stage))
+
+    if tell is not None:
+        tell(Stage(name="starting", detail=f"PyTorch and {workload.factory}"))
+    hears = None if tell is None else hear
     try:
-        return msgspec.json.decode(ask_apart(__name__, request, what=what), type=list[Fit[FakeEstimate]])
+        answer = ask_apart(__name__, request, what=what, keeps=tell is not None, hears=hears)
+        return msgspec.json.decode(answer, type=list[Fit[FakeEstimate]])
     except msgspec.DecodeError as error:
         raise InputError(f"{what} left no prediction: {error}") from error
 
@@ -44,9 +66,23 @@ def main(request: str) -> str:
     # Each step that is tried ends with a collection: through all that is imported it would take longer than the step.
     gc.freeze()
     gc.enable()
-    fits = fit_module(options.workload, options.budgets, options.device_type, search=options.search)
+
+    def know(fits: list[Fit[FakeEstimate]]) -> None:
+        _known[:] = fits
+
+    def tell(stage: Stage) -> None:
+        tell_asker(msgspec.json.encode(stage))
+
+    fits = fit_module(
+        options.workload, options.budgets, options.device_type, search=options.search, know=know, tell=tell
+    )
     return msgspec.json.encode(fits).decode()
 
 
+def known() -> str | None:
+    """The prediction so far as JSON, None before the peak is known."""
+    return msgspec.json.encode(_known).decode() if _known else None
+
+
 if __name__ == "__main__":
-    answer_apart(main)
+    answer_apart(main, known)

@@ -1,8 +1,10 @@
 """`fit`: will it fit, and if not, what would make it fit. Nothing is run on real tensors."""
 
+import contextlib
 import gc
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
@@ -10,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 import msgspec
 
 from stepscope.app.cli.options import device_names
-from stepscope.app.cli.output import Presentation, stdout_kept_clean
+from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.app.verbs.run import gradients_kept, of_object
+from stepscope.core import interrupts
 from stepscope.core.errors import InputError, LimitExceeded, choose, warn
 from stepscope.core.files import json_document
 from stepscope.core.formulas.spelled import cell_name
@@ -23,6 +26,7 @@ from stepscope.core.precisions import Dtype
 from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES
 from stepscope.core.units import format_bytes, parse_bytes
 from stepscope.core.workloads import Compile, FactoryWorkload, Optimizer, Phase, TextbookWorkload, Workload
+from stepscope.engine.request import Stage, Tell
 from stepscope.engine.workload_options import (
     ManyWorkloads,
     OneWorkload,
@@ -388,7 +392,11 @@ def command(
     if mode is not None and len(steps) > 1:
         raise InputError(f"{mode} looks at one step, and these options name {len(steps)}: give each one value")
     if len(steps) > 1:
-        fits = [_predicted(step, budgets, search=False) for step in steps]
+        with _live() as tell:
+            fits = [
+                _predicted(step, budgets, search=False, tell=tell, place=number / len(steps))
+                for number, step in enumerate(steps)
+            ]
         _show_table(fits, device or (), runs, save, shown, fail_if_larger)
         return
     _refuse_plot(save)
@@ -397,7 +405,10 @@ def command(
         _list_tensors(step, shown)
         return
     second = None
-    fits = _predicted(step, budgets, search=True)
+    with _live() as tell:
+        fits = _predicted(step, budgets, search=True, tell=tell)
+    if interrupts.received() is not None:
+        warn(f"{interrupts.interruption()}: this is what was known")
     if fake and isinstance(step, TextbookWorkload):
         from stepscope.engine.fake_module import estimate_by_running
 
@@ -426,12 +437,29 @@ def _refuse_plot(save: Path | None) -> None:
         raise InputError("--save draws several steps, or belongs to --against: give an option several values")
 
 
-def _predicted(step: Workload, budgets: "Sequence[Budget]", *, search: bool) -> "list[AnyFit]":
-    """The prediction of a step for each budget, or of its peak alone where there is none."""
+@contextlib.contextmanager
+def _live() -> Generator[Tell | None]:
+    """A line on a terminal that says what is tried; none elsewhere, where only the answer is wanted."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with progress() as tell:
+        yield tell
+
+
+def _predicted(
+    step: Workload, budgets: "Sequence[Budget]", *, search: bool, tell: Tell | None = None, place: float | None = None
+) -> "list[AnyFit]":
+    """The prediction of a step for each budget, or of its peak alone where there is none.
+
+    place: the share of several steps that is done.
+    """
+    if tell is not None:
+        tell(Stage(name="predicting", detail=cell_name(step), fraction=place))
     if isinstance(step, FactoryWorkload):
         from stepscope.questions.fit_apart import fit_apart
 
-        return [*fit_apart(step, budgets, search=search)]
+        return [*fit_apart(step, budgets, search=search, tell=tell)]
     from stepscope.allocations.prediction.fit import SymbolicPredictor, judge
 
     assert isinstance(step, TextbookWorkload)
