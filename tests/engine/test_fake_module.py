@@ -412,7 +412,6 @@ def test_the_contract_in_json_and_its_screen(file: Path):
     ("options", "said"),
     [
         (("--tensors",), "--tensors is for the textbook's model"),
-        (("--batch-size", 4), "give the factory an argument"),
         (("--model", "small"), "--module and --model both say which model"),
     ],
 )
