@@ -16,6 +16,7 @@ from stepscope.allocations.prediction.fit import (
     budget_of_device,
     budget_of_memory,
     fit,
+    fit_of_run,
     largest_that_fits,
     will_fit,
     will_surely_fit,
@@ -27,7 +28,8 @@ from stepscope.core.errors import InputError
 from stepscope.core.formulas.transformer import parameter_count, step_flops
 from stepscope.core.layout import layout_of
 from stepscope.core.model_config import configure
-from stepscope.core.run_directory import load_run
+from stepscope.core.run import Run
+from stepscope.core.run_directory import find_run, load_run
 from stepscope.core.units import GIB, MIB, parse_bytes
 from stepscope.core.workloads import TextbookWorkload
 from tests.conftest import at_length, mini
@@ -36,6 +38,7 @@ from tests.shown import shown
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "results"
 
 
 def of(model: str = "small", **changes: Any) -> TextbookWorkload:
@@ -372,3 +375,43 @@ def test_a_sharded_optimizer_halves_its_states_alone_on_two_ranks():
 def test_a_strategy_without_a_prediction_is_refused():
     with pytest.raises(InputError, match="no prediction is of --parallel pipeline"):
         answer_moments([of("small", parallel="pipeline", ranks=2)])
+
+
+# ---- from a run that was measured
+
+
+def stored(folder: str, name: str) -> Run:
+    return find_run(name, RESULTS / folder)
+
+
+def test_a_run_bounds_what_another_batch_of_its_step_needs():
+    """Runs of `large` with 4 and with 8 sequences on H200: either is bounded by the other, within 12 %."""
+    runs = {4: stored("h200/launcher", "205443.508-large-b4"), 8: stored("h200-x2/parallel", "040207.876-large-b8")}
+    for one, other in ((4, 8), (8, 4)):
+        bound, measured = fit_of_run(runs[one], other, None), runs[other].evidence.memory
+        assert bound.is_bound and measured is not None and measured.allocated_peak is not None
+        assert measured.allocated_peak <= bound.peak_bytes <= 1.12 * measured.allocated_peak
+        for phase in ("forward_peak", "backward_peak", "optimizer_peak"):  # the cache's remainders differ by 1 %
+            assert getattr(bound.estimate.memory, phase) >= 0.985 * getattr(measured, phase)
+
+
+def test_a_watched_loop_is_judged_on_another_card_and_with_another_batch_by_hand():
+    """8 samples in two micro-batches: 81,838,592 bytes before the step, 92,830,720 at its peak, in backward."""
+    run = stored("h200/loops", "Llama")
+    same = fit_of_run(run, None, budget_of_device("L4"))
+    assert (same.peak_bytes, same.fits, same.is_bound) == (92_830_720, True, False)
+    twice = fit_of_run(run, 16, budget_of_memory(104 * MIB))
+    assert twice.peak_bytes == 81_838_592 + 2 * (92_830_720 - 81_838_592) and twice.is_bound
+    assert (twice.workload.batch_size, twice.fits, twice.largest_batch) == (16, True, 16)
+    assert not fit_of_run(run, 16, budget_of_memory(103 * MIB)).fits  # 4 % are kept free
+    assert fit_of_run(run, 4, None).peak_bytes < 92_830_720
+    text = shown(answer_fit(twice))
+    assert "with a batch of 8 on NVIDIA H200" in text and "so that this is a bound" in text and "at least 16" in text
+    for size in (0, 3):
+        with pytest.raises(InputError, match=f"--batch-size {size} cannot be: .* has 2 micro-batches"):
+            fit_of_run(run, size, None)
+
+
+def test_a_run_without_measured_peaks_is_refused():
+    with pytest.raises(InputError, match="has no measured peaks, as of every CPU: give its model"):
+        fit_of_run(stored("cpu/first", "tiny"), None, None)

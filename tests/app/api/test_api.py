@@ -392,6 +392,15 @@ def test_of_lists_the_step_that_needs_most_is_predicted_with_each_of_them():
     assert stepscope.fit("tiny", memory="150MiB").ways
 
 
+def test_a_stored_run_is_predicted_on_another_card():
+    llama = next(Path("results/h200/loops").glob("*Llama*"))
+    found = stepscope.fit(run=llama, device=["4090", "L4"], batch_size=[8, 16])
+    assert [one.workload.batch_size for one in found.steps] == [8, 8, 16, 16] and found.fits
+    assert stepscope.fit(run="results/cpu/first").peak_bytes == stepscope.fit("tiny", seq_len=128).peak_bytes
+    with pytest.raises(InputError, match="run says which step: leave out all else of it but batch_size"):
+        stepscope.fit(run=llama, seq_len=64)
+
+
 def test_what_a_rank_holds_is_answered_by_strategy():
     """AdamW's two moments of fp32 weights, half of them on each of two ranks with ZeRO-1: the least that is saved."""
     found = stepscope.fit("tiny", parallel=["zero1", "none"])

@@ -27,8 +27,17 @@ from stepscope.core.evidence import MemoryCategory, PhaseMemory
 from stepscope.core.formulas.transformer import recomputed_flops, step_flops
 from stepscope.core.parts import is_kept, scores_of
 from stepscope.core.precisions import PRECISIONS, SCALED_MULTIPLE
+from stepscope.core.run import Run
 from stepscope.core.units import MIB, format_bytes
-from stepscope.core.workloads import OPTIMIZERS, FactoryWorkload, TextbookWorkload, Workload, by_sizes
+from stepscope.core.workloads import (
+    OPTIMIZERS,
+    FactoryWorkload,
+    TextbookWorkload,
+    UserModel,
+    WatchedWorkload,
+    Workload,
+    by_sizes,
+)
 
 # The memory that there is.
 
@@ -128,6 +137,8 @@ class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     memory: PhaseMemory
     unseen: Unseen | None = None
     """What the prediction for a user's module leaves out; None for the textbook's model."""
+    basis: str = ""
+    """The measured run that the figures are of, and what was taken of it, in words; empty where a step was run."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -700,3 +711,99 @@ def largest(guess: int, fits: Callable[[int], bool]) -> int:
         number = reached if low < reached < high else (low + high) // 2
         stride *= 2
     return low
+
+
+# What a run that measured a step tells of other cards and other batches, without its model.
+
+
+def fit_of_run(run: Run, batch_size: int | None, budget: Budget | None) -> Fit[FakeEstimate]:
+    """The measured peak of a run, or a bound of that with another batch, and whether it fits a budget; with the largest
+    batch whose bound fits. Raises InputError for a run that has no measured peaks."""
+    memory, workload = run.evidence.memory, run.workload
+    own = workload.batch_size
+    if memory is None or memory.allocated_peak is None:
+        raise InputError(
+            f"run {run.id} has no measured peaks, as of every CPU: give its model, as in --module train.py:make"
+        )
+    unit = workload.accumulation
+    if batch_size is not None and (own is None or batch_size < 1 or batch_size % unit):
+        of = f"{unit} micro-batches" if own else "no samples that were seen"
+        raise InputError(f"--batch-size {batch_size} cannot be: a step of run {run.id} has {of}")
+    share = 1.0 if batch_size is None or own is None else batch_size / own
+    predicted = _of_batch(memory, share)
+    if share != 1 and isinstance(workload, (FactoryWorkload, WatchedWorkload)):
+        workload = msgspec.structs.replace(workload, model=_with_batch(workload.model, own, batch_size))
+    device = run.environment.device_name if run.environment else "a device that is not known"
+    measured = f"Run {run.id} measured {format_bytes(memory.allocated_peak)} with a batch of {own} on {device}."
+    peaks = {name: getattr(predicted, f"{name}_peak") or 0 for name in ("forward", "backward", "optimizer", "turns")}
+    phase = max(peaks, key=peaks.__getitem__)
+    there = min(predicted.after_parameters or 0, peaks[phase])
+    parameters = min(memory.parameter_bytes, there)
+    categories: dict[MemoryCategory, int] = {
+        "parameters": parameters, "there before": there - parameters, "temporaries": peaks[phase] - there,
+    }  # fmt: skip
+    bound = " What may grow with the batch is taken to, so that this is a bound." if share != 1 else ""
+    estimate = FakeEstimate(
+        peak_bytes=peaks[phase], peak_phase=phase, categories=categories, memory=predicted, basis=measured + bound
+    )
+    found = Fit(
+        peak_bytes=peaks[phase], categories=categories, is_bound=share != 1, estimate=estimate, workload=workload
+    )
+    if budget is None:
+        return found
+    kept = int(budget.usable_bytes * KEPT_FREE)
+
+    def fits(samples: int) -> bool:
+        peak = _of_batch(memory, samples / (own or 1)).allocated_peak
+        return peak is not None and peak + kept <= budget.usable_bytes
+
+    runs = (share == 1 and (memory.reserved_peak or math.inf) <= budget.usable_bytes) or fits(batch_size or own or 1)
+    return msgspec.structs.replace(
+        found,
+        fits=runs,
+        fails_in=None if runs else phase,
+        budget=budget,
+        kept_free_bytes=kept,
+        margin_bytes=budget.usable_bytes - peaks[phase],
+        largest_batch=unit * largest(own // unit, lambda units: fits(units * unit)) if own else None,
+    )
+
+
+def _of_batch(memory: PhaseMemory, share: float) -> PhaseMemory:
+    """A bound of a step's memory with a batch of another size, as a share of its own, but for the remainders of the
+    allocator's cache.
+
+    Of a larger one all beyond what is there before the step is taken to grow, but for the gradients that the optimizer
+    reads. Of a smaller one the optimizer's peak is taken to stay, and in the other phases the gradients and a copy of
+    each parameter.
+    """
+    if share == 1:
+        return memory
+    before, gradients = memory.after_parameters or 0, memory.gradient_bytes or memory.parameter_bytes
+    both = memory.parameter_bytes + gradients
+    same = {"forward": memory.parameter_bytes, "backward": both, "turns": both, "optimizer": math.inf}
+
+    def of(phase: str, peak: int | None) -> int | None:
+        if peak is None:
+            return None
+        beyond = max(0, peak - before)
+        stays = min(beyond, same[phase] if share < 1 else gradients if phase == "optimizer" else 0)
+        return int(before + stays + math.ceil((beyond - stays) * share)) if beyond else peak
+
+    peaks = {f"{phase}_peak": of(phase, getattr(memory, f"{phase}_peak")) for phase in same}
+    saved = memory.saved_for_backward
+    return msgspec.structs.replace(
+        memory, reserved_peak=None, saved_for_backward=None if saved is None else math.ceil(saved * max(1.0, share)),
+        **peaks,
+    )  # fmt: skip
+
+
+def _with_batch(model: UserModel, own: int | None, batch_size: int | None) -> UserModel:
+    """The model with another first size of the tensors of its batch that have that of the batch."""
+    inputs = {
+        name: msgspec.structs.replace(tensor, shape=(batch_size, *tensor.shape[1:]))
+        if tensor.shape[:1] == (own,)
+        else tensor
+        for name, tensor in model.inputs.items()
+    }
+    return msgspec.structs.replace(model, inputs=inputs)

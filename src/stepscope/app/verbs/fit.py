@@ -123,6 +123,8 @@ def fit(
     clip: float | None = None,
     checkpointing: str | Sequence[str] | None = None,
     accumulation: int | Sequence[int] | None = None,
+    run: str | Path | None = None,
+    runs: str | Path = "runs",
     **options: Unpack[ModelOptions],
 ) -> Fitted:
     """Predict the peak memory of a step on a GPU, say whether it fits, and what would make it fit. Needs no GPU.
@@ -134,7 +136,7 @@ def fit(
         [plan.options for plan in found.plans]
         stepscope.fit("xl", seq_len=[256, 512], device=["4090", "H100"]).steps     # of lists a table, and each step
 
-    What is predicted, one of three:
+    What is predicted, one of four:
 
     - model, the name of a preset of the textbook's model, as `stepscope models` lists them: tiny, small, medium, large,
       xl and larger ones (left out: small), with batch_size sequences (4) of seq_len tokens (512), an attention, and
@@ -146,6 +148,8 @@ def fit(
     - model, an nn.Module, with its batch and its loss, as `stepscope.run` takes them. It is copied in this process,
       once for each variant that is tried, and its sequences keep their length. optimizer may be one that holds its
       parameters.
+    - run, one that is stored, as `stepscope.show` takes it with runs: what it measured on a GPU, as of a loop that
+      `watch` recorded, on another device or with another batch_size, of which it gives a bound.
 
     A module of your own runs on fake tensors, which have sizes and no values: operators whose output depends on values
     are counted at their largest or refused by name. A compiled step (compile) and a step of your own with phases are
@@ -180,7 +184,12 @@ def fit(
     else:
         if ranks is not None:
             raise InputError("ranks belong to parallel: say which, as in parallel='zero1'")
-        fits = _each_predicted(model, batch, loss, module, arguments, several, budgets)
+        if run is None:
+            fits = _each_predicted(model, batch, loss, module, arguments, several, budgets)
+        elif model is not None or module is not None or several.keys() - {"batch_size"}:
+            raise InputError("run says which step: leave out all else of it but batch_size")
+        else:
+            fits = _of_run(str(run), Path(runs), several.get("batch_size", ()), budgets)
         found = _of_several(fits, names) if len(fits) > 1 or len(fits[0]) > 1 else _fitted(fits[0][0])
     peaks = {cell_name(one.workload): one.peak_bytes for one in found.steps or (found,)}
     _refuse_larger(peaks, limit, "fail_if_larger")
@@ -301,6 +310,13 @@ Parallel = Annotated[
     ),
 ]  # fmt: skip
 Ranks = Annotated[int | None, Option("With --parallel: ranks that share the step.", PARALLEL)]
+From = Annotated[
+    str | None,
+    Option(
+        "A stored run, by a path, a part of its name or `last`: whether its step fits another card, or with another "
+        "--batch-size.", metavar="RUN",
+    ),
+]  # fmt: skip
 FailIfLarger = Annotated[
     int | None,
     Option("Leave with code 1 where a peak is larger, as in 22GiB.", BUDGET, takes=parse_bytes, metavar="SIZE"),
@@ -315,6 +331,10 @@ Apart = Annotated[
 ]
 
 
+_QUESTIONS = ("--tensors", "--sweep", "--fake", "--against", "--parallel")
+_BESIDE_NO_RUN = tuple(flag for flag in (*flags_of("fit"), "--module", "--arg", *_QUESTIONS) if flag != "--batch-size")
+
+
 @verb(
     "fit",
     "stepscope fit --model xl --seq-len 1024 --device H100",
@@ -325,9 +345,10 @@ Apart = Annotated[
             ("--apart", "--against"),
             "--apart belongs to --against: say which runs to compare with, or leave it out",
         ),
+        Rule("alone", ("--from",), "--from says which step: leave out {}", _BESIDE_NO_RUN),
         Rule(
             "conflict",
-            ("--tensors", "--sweep", "--fake", "--against", "--parallel"),
+            _QUESTIONS,
             "{} are different questions: ask one at a time",
         ),
         Rule("needs", ("--ranks", "--parallel"), "--ranks belongs to --parallel: say which, as in zero1,none"),
@@ -349,6 +370,7 @@ Apart = Annotated[
 def command(
     *,
     workloads: ManyWorkloads,
+    from_: From = None,
     memory: Memory,
     device: Device = None,
     fail_if_larger: FailIfLarger = None,
@@ -373,6 +395,10 @@ def command(
         _compare(against, apart, save, shown)
         return
     budgets = [budget_of_memory(memory)] if memory is not None else [*map(budget_of_device, device or ())]
+    if from_ is not None:
+        fits = _of_run(from_, runs, workloads.options.get("batch_size", ()), budgets)
+        _show_table(fits, device or (), runs, save, shown, fail_if_larger)
+        return
     mode = next((flag for flag, asked in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)) if asked), None)
     if sweep and not ({"module", "arg"} & set(workloads.options)):
         if len(budgets) != 1:
@@ -430,6 +456,24 @@ def _moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int) -> 
         msgspec.structs.replace(step, parallel=name, ranks=1 if name == NOT_PARALLEL else ranks) for name in parallel
     ]
     return answer_moments(shared)
+
+
+def _of_run(name: str, runs: Path, batch_sizes: Sequence[int], budgets: "Sequence[Budget]") -> "list[list[AnyFit]]":
+    """The predictions of a stored run's step, for each batch size and budget: by its workload, where that can be made
+    again, else by what it measured."""
+    from stepscope.allocations.prediction.fit import fit_of_run
+    from stepscope.core.run_directory import find_run
+
+    run = find_run(name, runs)
+    step = run.workload
+    fits: list[list[AnyFit]] = []
+    for size in batch_sizes or (None,):
+        if isinstance(step, TextbookWorkload) and step.parallel == NOT_PARALLEL:
+            sized = step if size is None else msgspec.structs.replace(step, batch_size=size)
+            fits.append(_predicted(sized, budgets, search=len(batch_sizes) < 2))
+        else:
+            fits.append([fit_of_run(run, size, budget) for budget in budgets or [None]])
+    return fits
 
 
 def _refuse_plot(save: Path | None) -> None:
@@ -531,7 +575,12 @@ def _show_table(
     shown: Presentation,
     limit: int | None,
 ) -> None:
-    """Show the predictions of several steps as one table, and keep them as forecasts. names: those of the budgets."""
+    """Show the predictions of several steps as one table, and keep them as forecasts; those of one step by themselves.
+    names: those of the budgets."""
+    if len(fits) == 1:
+        _refuse_plot(save)
+        _show(fits[0], None, runs, shown, limit)
+        return
     from stepscope.allocations.prediction.answer import answer_fits, fit_document
 
     every = [fit for of_step in fits for fit in of_step]
