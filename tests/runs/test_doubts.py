@@ -39,6 +39,9 @@ def test_the_mark_is_that_of_the_gravest_finding_of_all_runs():
         "Doubted by their own findings: ! compiled-while-measured (1), * compiled-while-measured (1)."
     )
     assert doubt_mark(msgspec.structs.replace(sound, status="interrupted")) == "*"
+    busy = make_run(step=[1.0], findings=(Finding(kind="host-busy", severity="warning", sentence="others worked"),))
+    assert doubt_mark(busy) == "*" and doubt_mark(busy, of_memory=True) == "", "others change times, not memory"
+    assert doubt_mark(warning, of_memory=True) == "*"
 
 
 def of_a_table(run: Run) -> str:

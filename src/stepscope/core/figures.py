@@ -55,24 +55,31 @@ def times_within(ratio: Ratio | None) -> tuple[Figure, Figure, Figure]:
 MARKS: dict[Severity, str] = {"error": "!", "warning": "*"}
 
 
-def doubt_mark(*runs: Run | None) -> str:
-    """`!` where an error doubts one of the runs that a figure was made of, `*` for a warning, else nothing."""
+_OF_TIMES = ("gpu-shared", "host-busy")
+"""Kinds of finding that doubt times alone: others on the machine change no byte that the step allocates."""
+
+
+def doubt_mark(*runs: Run | None, of_memory: bool = False) -> str:
+    """`!` where an error doubts one of the runs that a figure was made of, `*` for a warning, else nothing. of_memory:
+    whether the figure is one of memory."""
     known = [run for run in runs if run is not None]
-    severity = worst(finding for run in known for finding in run.findings)
+    severity = worst(
+        finding for run in known for finding in run.findings if not of_memory or finding.kind not in _OF_TIMES
+    )
     if severity is not None and severity in MARKS:
         return MARKS[severity]
     return MARKS["warning"] if any(run.status == "interrupted" for run in known) else ""
 
 
-def marked(figure: str, *runs: Run | None) -> str:
+def marked(figure: str, *runs: Run | None, of_memory: bool = False) -> str:
     """The figure with the mark of the runs that it was made of; nothing stays nothing."""
-    mark = doubt_mark(*runs)
+    mark = doubt_mark(*runs, of_memory=of_memory)
     return f"{figure} {mark}" if figure and mark else figure
 
 
-def figure(value: float | str | None, *runs: Run) -> Cell:
+def figure(value: float | str | None, *runs: Run, of_memory: bool = False) -> Cell:
     """A figure as it stands in a cell, with the mark of the runs that it was made of; nothing stays nothing."""
-    mark = doubt_mark(*runs)
+    mark = doubt_mark(*runs, of_memory=of_memory)
     return Doubted(value, mark) if mark and value is not None else value
 
 

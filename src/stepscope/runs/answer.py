@@ -453,7 +453,7 @@ def answer_list(runs: Sequence[Run]) -> answer.Answer:
         began, _, cell = run.id.partition("-")
         rows.append((
             began, cell, status_word(run), figure(metrics.median_s(run, STEP), run), run.tag,
-            figure(metrics.tokens_per_s(run), run), figure(metrics.peak_bytes(run), run), doubts(run),
+            figure(metrics.tokens_per_s(run), run), figure(metrics.peak_bytes(run), run, of_memory=True), doubts(run),
         ))  # fmt: skip
     columns = ("run", "cell", "status", ("step", "s"), "tag", ("tokens/s", ",.0f"), ("peak", "B"), "findings")
     return answer.Answer(study="ls", question="", tables=(answer.table_of(*columns, rows=rows, one_line=True),))
@@ -474,8 +474,8 @@ def answer_cells(runs: Sequence[Run], folder: str | None = None) -> answer.Answe
         times = [metrics.median_s(run, phase) for phase in (*PHASES, STEP)]
         tokens, peak = metrics.tokens_per_s(run), metrics.peak_bytes(run)
         utilisation = metrics.mfu_datasheet(run) or metrics.mfu_measured(run)
-        figures = (figure(cell, run) for cell in (*times, tokens, utilisation, peak))
-        rows.append((name, *figures, doubts(run), *on_node))
+        figures = (figure(cell, run) for cell in (*times, tokens, utilisation))
+        rows.append((name, *figures, figure(peak, run, of_memory=True), doubts(run), *on_node))
     notes = ""
     if runs and folder:
         ends = Counter(status_word(run) for run in runs)

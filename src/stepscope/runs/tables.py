@@ -236,7 +236,8 @@ def _figure(run: Run | None, value_name: str, statistic: Statistic) -> str:
     value = VALUES[value_name]
     if value.samples is None:
         number = value.number(run) if value.number else None
-        return MISSING if number is None else marked(f"{number * value.scale:,.{value.digits}f}", run)
+        said = f"{(number or 0) * value.scale:,.{value.digits}f}"
+        return MISSING if number is None else marked(said, run, of_memory=value.unit in ("MiB", "GiB"))
     samples = value.samples(run)
     return MISSING if samples is None else marked(_sampled(samples, value, statistic), run)
 
