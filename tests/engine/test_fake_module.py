@@ -364,6 +364,22 @@ def test_an_optimizer_of_the_users_own_is_kept(file: Path):
     assert not found.estimate.categories.get("optimizer state")
 
 
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamWFp8"])
+def test_states_of_8_bits_have_the_bytes_of_their_parts(tmp_path: Path, name: str):
+    """A weight of 64 x 64 and a bias of 64, whose states stay fp32; codes of a byte, and a scale for 256 of them."""
+    pytest.importorskip("torchao.optim")
+    code = f"""
+import torch, torchao.optim
+def own():
+    module = torch.nn.Linear(64, 64)
+    return module, torch.randn(8, 64), lambda y, _: y.square().mean(), torchao.optim.{name}(module.parameters())
+"""
+    (tmp_path / "own.py").write_text(code)
+    (fit,) = fit_module(FactoryWorkload(factory=f"{tmp_path / 'own.py'}:own", model=UserModel(name="")), [], "cpu")
+    of_states = 2 * (64 * 64 + 16 * 4 + (256 * 4 if name == "AdamW8bit" else 0) + 64 * 4)
+    assert fit.estimate.categories["optimizer state"] == pytest.approx(of_states, abs=32)  # and counts of steps
+
+
 def test_a_batch_is_repeated_along_its_own_size_alone():
     batch = {"x": torch.ones(4, 3), "labels": torch.ones(4), "table": torch.ones(7, 2), "n": 3}
     found = resized(batch, 10)

@@ -1,6 +1,7 @@
 """A step on fake tensors: what it would allocate, against hand counts, real steps on the CPU and measured GPUs."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from stepscope.core.errors import InputError
@@ -17,7 +19,14 @@ from stepscope.core.evidence import MemoryCategory
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.fake_module import estimate_by_running
 from stepscope.recording.driven import observe_step
-from stepscope.recording.fake_memory import AsOnCuda, AttentionBackend, FakeMemory, chosen_backend
+from stepscope.recording.fake_memory import (
+    _IN_FP32,
+    AsOnCuda,
+    AttentionBackend,
+    FakeMemory,
+    FakeMemoryOfOwn,
+    chosen_backend,
+)
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, mini
 from tests.fake_compile import saved_by_compiled_step
@@ -53,6 +62,16 @@ def test_allocations_and_releases_by_hand():
         "aten.empty.memory_format", "aten.clone.default", "aten._to_copy.default",
     ]  # fmt: skip
     assert d.dtype == torch.float16
+
+
+def test_a_tensor_made_of_others_is_those():
+    """Its own size is one that it only appears to have."""
+    with FakeTensorMode(), FakeMemory() as watch:
+        pair = TwoTensor(torch.empty(4), torch.empty(4))
+        doubled = pair * 2
+        assert sizes(watch) == [16, 16, 16, 16]
+        watch.label([doubled], "optimizer state")
+        assert live_bytes(watch, "optimizer state") == 32
 
 
 def test_nothing_is_allocated_in_truth():
@@ -248,9 +267,36 @@ def test_autocast_is_cudas():
         x = torch.empty(4, 4) @ torch.empty(4, 4)
         assert x.dtype == torch.bfloat16
         assert x.exp().dtype == x.sum().dtype == (x**2).dtype == torch.float32
+        assert x.square().dtype == F.interpolate(x[None], 8).dtype == torch.float32, "which are made of such"
         assert (x * 2).dtype == torch.bfloat16
     with FakeTensorMode(), torch.autocast("cpu", torch.bfloat16):
         assert (torch.empty(4, 4) @ torch.empty(4, 4)).exp().dtype == torch.bfloat16, "and not the CPU's"
+
+
+def test_autocast_casts_all_that_pytorchs_header_lists():
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    lists = re.findall(r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)((?:.*\\\n)+.*)", header.read_text())
+    listed = {name for each in lists for name in re.findall(r"_\((\w+)", each)}
+    assert len(listed) > 60 and listed - _IN_FP32 == {"sum"}  # which is cast as it adds
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_alignments_of_ctc_are_of_the_longest_target(known: bool):
+    """10 steps, 2 samples, targets of 3 and 2: 2 L + 1 states, and backward takes as much again for itself."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, FakeMemoryOfOwn(name="own") as watch:
+        scores = torch.empty(10, 2, 5, requires_grad=True)
+        with unset_fake_temporarily():
+            real = torch.tensor([3, 2])
+        given = real if known else mode.from_tensor(real)
+        with watch.phase("forward"):
+            loss = F.ctc_loss(scores.log_softmax(-1), torch.ones(5, dtype=torch.long), torch.tensor([10, 10]), given)
+        loss.backward()
+    states = 2 * (3 if known else 5) + 1
+    taken = [(a.operator.split(".")[1], a.nbytes) for a in watch.allocations if "ctc" in a.operator]
+    alpha = 2 * 10 * states * 4
+    ours = [("_ctc_loss", 2 * 4), ("_ctc_loss", alpha)]
+    assert taken == [*ours, ("_ctc_loss_backward", 400), ("_ctc_loss_backward", alpha)]
+    assert bool(watch.at_most) == (not known)
 
 
 def stored(pattern: str) -> tuple[TextbookWorkload, dict[str, int | None]]:

@@ -444,6 +444,9 @@ def watch_module(
             cast_as_on_a_gpu(step.model)
             as_on_cuda = fake_memory.AsOnCuda("chosen")
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
+        if user_module.optimizer is not None:
+            # One that compiles its update, as torchao's do, runs it uncompiled: no compiler follows these modes.
+            modes.enter_context(torch.compiler.set_stance("force_eager"))
         try:
             run_steps(step, watch, steps, on_host=on_host)
         except InputError as error:

@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from stepscope.core.errors import InputError
@@ -49,6 +49,13 @@ _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *SCALED_PR
 _UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _READS_A_NUMBER = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
+
+_TAKES: dict[Any, Callable[[tuple[Any, ...]], int]] = {
+    _aten._safe_softmax.default: lambda args: args[0].numel(),  # which rows are masked whole
+    _aten._ctc_loss_backward.default: lambda args: args[6].nbytes,  # log beta, beside the log alpha that forward kept
+    _aten._ctc_loss_backward.Tensor: lambda args: args[6].nbytes,
+}
+"""Bytes that operators' kernels take for themselves, by their arguments."""
 
 _OF_HOST = contextvars.ContextVar("of_host", default=False)
 
@@ -136,7 +143,7 @@ class FakeMemory(TorchDispatchMode):
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count these tensors as allocated now, in the order given: they were made before the mode was entered."""
-        for tensor in tensors:
+        for tensor in _parts(tensors):
             self._note(tensor, "held")
 
     def end(self) -> None:
@@ -146,7 +153,7 @@ class FakeMemory(TorchDispatchMode):
 
     def label(self, tensors: Iterable[Tensor], category: MemoryCategory, *, on_device: bool = True) -> None:
         """Name the category of live tensors. Those that are not on the device belong to the host, and count nowhere."""
-        for tensor in tensors:
+        for tensor in _parts(tensors):
             index = self._index.get(tensor.untyped_storage()._cdata)
             if index is None:
                 continue
@@ -162,6 +169,8 @@ class FakeMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # autograd asks for it several times an operator
+        if any(kind is not FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor that is made of others calls operators of theirs
         return self._watched(func, args, kwargs or {})
 
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
@@ -185,10 +194,8 @@ class FakeMemory(TorchDispatchMode):
                 else:
                     self._end_recomputation()
         thread = "backward" if self._phase == BACKWARD else "main"
-        if func is _aten._safe_softmax.default:  # its kernel looks for rows that are masked whole
-            index = self._allocate(args[0].numel(), func)
-            self.allocations[index].live = False
-            self.events.append(~index)
+        if func in _TAKES:
+            self._passes(_TAKES[func](args), func)
         needs_workspace = self._workspace_bytes and func._schema.name in _PRODUCTS
         if needs_workspace and thread not in self._threads_with_workspace:
             self._threads_with_workspace.add(thread)
@@ -225,6 +232,12 @@ class FakeMemory(TorchDispatchMode):
         index = len(self.allocations) - 1
         self.events.append(index)
         return index
+
+    def _passes(self, nbytes: int, func: Any) -> None:
+        """What an operator's kernel takes for itself."""
+        index = self._allocate(nbytes, func)
+        self.allocations[index].live = False
+        self.events.append(~index)
 
     def _release(self, key: int) -> None:
         index = self._index.pop(key)
@@ -463,6 +476,15 @@ _attributes: dict[torch.device, dict[str, Any]] = {}
 """Attributes of a new fake tensor on each device."""
 
 
+def _parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The tensors, and in place of one that is made of others (`__tensor_flatten__`) those that it is made of."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            yield from _parts(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
+
+
 def _tensors(outputs: Any) -> Iterator[Tensor]:
     if isinstance(outputs, Tensor):
         yield outputs
@@ -559,10 +581,14 @@ class FakeMemoryOfOwn(FakeMemory):
         packet, tensor = func.overloadpacket, args[0] if args else None
         if not isinstance(tensor, Tensor):
             raise self._refused(func, "has an output whose shape depends on data")
+        if packet is _aten._ctc_loss and not isinstance(args[3], FakeTensor):
+            return _ctc(tensor, *args[1:4])
         if packet is _aten.nonzero:
             largest: Any = torch.empty(tensor.numel(), tensor.dim(), dtype=torch.int64)
         elif packet is _aten.masked_select:
             largest = tensor.new_empty(tensor.numel())
+        elif packet is _aten._ctc_loss:
+            largest = _ctc(tensor, *args[1:4])
         elif packet is _aten.index and all(index is None or isinstance(index, Tensor) for index in args[1]):
             largest = func(tensor, list(_whole(args[1])))
         else:
@@ -597,6 +623,19 @@ def _grouped(
     return rows.new_empty([*shape[:-1], width], dtype=dtype)[..., : shape[-1]]
 
 
+def _ctc(log_probabilities: Tensor, targets: Tensor, _: Any, lengths: Any) -> tuple[Tensor, Tensor]:
+    """The losses (N,) and log alpha (N, T, 2 L + 1) of log probabilities (T, N, C). L is the longest target: the most
+    that T admits where its length is not known (aten/src/ATen/native/cuda/LossCTC.cu)."""
+    steps, samples = log_probabilities.shape[:2]
+    longest = min(steps, targets.shape[1] if targets.dim() == 2 else targets.numel())
+    if isinstance(lengths, Tensor) and not isinstance(lengths, FakeTensor):
+        with unset_fake_temporarily():
+            longest = int(lengths.max())
+    elif not isinstance(lengths, Tensor):
+        longest = max(lengths)
+    return log_probabilities.new_empty(samples), log_probabilities.new_empty(samples, steps, 2 * longest + 1)
+
+
 def _whole(indices: list[Tensor | None]) -> Iterator[Tensor | None]:
     """The indices, where each condition is replaced by the places of all its elements."""
     for index in indices:
@@ -624,13 +663,22 @@ def _where() -> str:
 
 AttentionBackend = Literal["math", "efficient", "flash", "cudnn"]
 
-# CastPolicy::fp32 and fp32_set_opt_dtype of ATen/autocast_mode.h, by the names that Python gives the operators. Of the
-# 16-bit list, CPU and CUDA differ in recurrent cells alone.
+# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h, by the names that Python gives the operators,
+# with functions that are made of them: `square` of `pow`. Of the 16-bit list, CPU and CUDA differ in recurrent cells.
+_UPSAMPLES = (
+    *("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d"),
+    *("nearest_exact1d", "nearest_exact2d", "nearest_exact3d", "bilinear2d_aa", "bicubic2d_aa"),
+)
 _IN_FP32 = frozenset({
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
-    "sinh", "tan", "pow", "__pow__", "__rpow__", "softplus", "layer_norm", "rms_norm", "group_norm", "nll_loss",
-    "cross_entropy", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "dist", "logsumexp", "prod",
-    "softmax", "log_softmax", "cumprod", "cumsum", "norm", "binary_cross_entropy_with_logits",
+    "sinh", "tan", "pow", "__pow__", "__rpow__", "square", "softplus", "layer_norm", "native_layer_norm", "rms_norm",
+    "group_norm", "frobenius_norm", "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss",
+    "nll_loss", "nll_loss2d", "hinge_embedding_loss", "cross_entropy", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
+    "logsumexp", "interpolate", "prod", "softmax", "softmin", "log_softmax", "cumprod", "cumsum", "norm",
+    "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", *(f"upsample_{name}" for name in _UPSAMPLES),
+    *(f"_upsample_{name}" for name in _UPSAMPLES),
 })  # fmt: skip
 _SUMS_INTO_FP32 = frozenset({"sum"})
 """Operators that reduce in fp32 without a copy of their input in fp32."""
