@@ -793,9 +793,11 @@ def _of_batch(memory: PhaseMemory, share: float) -> PhaseMemory:
     peaks = {f"{phase}_peak": of(phase, getattr(memory, f"{phase}_peak")) for phase in same}
     saved = memory.saved_for_backward
     return msgspec.structs.replace(
-        memory, reserved_peak=None, saved_for_backward=None if saved is None else math.ceil(saved * max(1.0, share)),
+        memory,
+        reserved_peak=None,
+        saved_for_backward=None if saved is None else math.ceil(saved * max(1.0, share)),
         **peaks,
-    )  # fmt: skip
+    )
 
 
 def _with_batch(model: UserModel, own: int | None, batch_size: int | None) -> UserModel:

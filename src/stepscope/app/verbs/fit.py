@@ -305,18 +305,20 @@ Device = Annotated[
 Parallel = Annotated[
     tuple[str, ...] | None,
     Option(
-        "What one rank holds around the optimizer's step, by part, in each of these, as in zero1,none.", PARALLEL,
+        "What one rank holds around the optimizer's step, by part, in each of these, as in zero1,none.",
+        PARALLEL,
         metavar="NAMES",
     ),
-]  # fmt: skip
+]
 Ranks = Annotated[int | None, Option("With --parallel: ranks that share the step.", PARALLEL)]
 From = Annotated[
     str | None,
     Option(
         "A stored run, by a path, a part of its name or `last`: whether its step fits another card, or with another "
-        "--batch-size.", metavar="RUN",
+        "--batch-size.",
+        metavar="RUN",
     ),
-]  # fmt: skip
+]
 FailIfLarger = Annotated[
     int | None,
     Option("Leave with code 1 where a peak is larger, as in 22GiB.", BUDGET, takes=parse_bytes, metavar="SIZE"),
