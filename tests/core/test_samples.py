@@ -5,6 +5,7 @@ import random
 import statistics
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import scipy.stats
@@ -15,6 +16,7 @@ from stepscope.core.run_directory import load_run
 from stepscope.core.samples import Interval, Samples
 from stepscope.runs.checks.measurement import not_steady
 from stepscope.runs.index import known
+from stepscope.runs.metrics import samples_of
 from tests.conftest import make_run
 
 TIMES = st.lists(st.floats(min_value=1e-6, max_value=10.0), min_size=5, max_size=40)
@@ -324,6 +326,10 @@ def test_phases_of_the_same_steps_add_up():
     assert forward.plus(backward) == Samples(values_s=(4.0, 6.0), warmup_s=(11.0,), clock="fake")
     with pytest.raises(ValueError, match="same steps"):
         forward.plus(of(1.0))
+    damaged = Samples(values_s=(3.0, 4.0), clock="fake")
+    assert forward.adds_to(backward) and not forward.adds_to(damaged), "without the warm-up's steps"
+    run = msgspec.structs.replace(make_run(), samples={"forward": forward, "backward": damaged})
+    assert samples_of(run, "forward-backward") is None
 
 
 MANY_TIMES = st.lists(st.floats(min_value=1e-6, max_value=10.0), min_size=300, max_size=400)

@@ -273,7 +273,7 @@ class AttentionTiming(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Forward and backward, pass by pass."""
         if self.forward is None or self.backward is None or not self.forward.count:
             return None
-        return self.forward.plus(self.backward)
+        return self.forward.plus(self.backward) if self.forward.adds_to(self.backward) else None
 
 
 class AttentionTimings(msgspec.Struct, frozen=True, kw_only=True):

@@ -323,9 +323,14 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         highest = math.log(self.largest_s / self.median_s)
         return min(down * self.wandering, max(down, lowest)), min(up * self.wandering, max(up, highest))
 
+    def adds_to(self, other: "Samples") -> bool:
+        """Whether two phases are of the same steps, by the same clock: of a stopped or damaged run they may not be."""
+        ours, theirs = ((each.count, len(each.warmup_s), each.clock) for each in (self, other))
+        return ours == theirs
+
     def plus(self, other: "Samples") -> "Samples":
         """The sample-by-sample sum of two phases of the same steps."""
-        if self.count != other.count or self.clock != other.clock:
+        if not self.adds_to(other):
             raise ValueError("only phases of the same steps, by the same clock, add up")
         return Samples(
             values_s=tuple(a + b for a, b in zip(self.values_s, other.values_s, strict=True)),

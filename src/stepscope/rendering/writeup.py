@@ -251,9 +251,15 @@ def gather(names: Iterable[str], out: Path) -> Material:
                     faults.append(str(error))
             files = sorted(file for file in place.rglob("*.json") if not (file.parent / RUN_FILE).exists())
         for file in files:
-            answer = _answer_in(file, named=file == place)
-            if answer is not None:
-                answers[file] = answer
+            try:
+                if (answer := _answer_in(file)) is not None:
+                    answers[file] = answer
+                elif file == place:
+                    raise InputError(f"{file} is neither a run nor an answer that --json wrote")
+            except InputError as error:
+                if file == place:
+                    raise
+                faults.append(str(error))
     if not runs and not answers:
         reason = f": {faults[0]}" if faults else ": name a folder of runs, a sweep, or answers that --json wrote"
         raise InputError(f"no run and no answer in {', '.join(requested)}{reason}")
@@ -261,23 +267,19 @@ def gather(names: Iterable[str], out: Path) -> Material:
     return Material(runs=tuple(runs.values()), answers=stored, faults=tuple(faults))
 
 
-def _answer_in(file: Path, *, named: bool) -> Answer | None:
-    """The answer in a file; None where it is another document. Raises InputError for a file that the user named."""
+def _answer_in(file: Path) -> Answer | None:
+    """The answer in a file; None where it is another document. Raises InputError where it is damaged."""
+    data = read_named(file)
     try:
-        data = read_named(file)
         document = json.loads(data)
-        if isinstance(document, dict) and document.get("kind") == "attention-timings":  # pyright: ignore[reportUnknownMemberType]
-            timings = decode_timings(data, str(file))
-            return msgspec.structs.replace(answer_attention(timings), date=timings.created[:10])
-        if named or (isinstance(document, dict) and {"study", "question", "version"} <= document.keys()):
-            return decode_answer(data, str(file))
-    except InputError:
-        if named:
-            raise
     except (ValueError, RecursionError):
-        if named:
-            raise InputError(f"{file} is neither a run nor an answer that --json wrote") from None
-    return None
+        raise InputError(f"{file} is neither a run nor an answer that --json wrote, or was cut short") from None
+    if not isinstance(document, dict):
+        return None
+    if document.get("kind") == "attention-timings":  # pyright: ignore[reportUnknownMemberType]
+        timings = decode_timings(data, str(file))
+        return msgspec.structs.replace(answer_attention(timings), date=timings.created[:10])
+    return decode_answer(data, str(file)) if {"study", "question", "version"} <= document.keys() else None
 
 
 # A question of an assignment: what it asks, which Answer answers it, and the command that measures what is missing.
@@ -624,10 +626,8 @@ class WriteUp:
 
     @property
     def unread(self) -> str:
-        """How many runs could not be read, and the first of them; empty where all were."""
-        if not self.faults:
-            return ""
-        return f"{counted(len(self.faults), 'run')} could not be read: {self.faults[0]}"
+        """How many files could not be read, and the first of them; empty where all were."""
+        return f"{counted(len(self.faults), 'file')} could not be read: {self.faults[0]}" if self.faults else ""
 
     def missing(self, store: Path, again: Set[str] = frozenset()) -> tuple[Measure, ...]:
         """What is to be measured, the cheapest first, each once: for questions without an answer, what was interrupted
@@ -713,6 +713,9 @@ class Target:
         if self.file.is_dir() or not self.file.parent.is_dir():
             what = "it is a folder" if self.file.is_dir() else f"there is no folder {self.file.parent}, make it first"
             raise InputError(f"cannot write {self.file}: {what}")
+        for folder in (self.plots, self.store):
+            if folder.exists() and not folder.is_dir():
+                raise InputError(f"cannot write {self.file}: {folder} beside it is a file; choose another name with -o")
         check_is_ours(self.file, GENERATOR if self.file.suffix.lower() == ".html" else MARK)
 
     @property
@@ -793,8 +796,7 @@ _APART = "Disagreeing folders"
 
 def as_markdown(write_up: WriteUp, scale: Scale, store: Path, paths: dict[str, str]) -> str:
     """The write-up in Markdown. paths: of each file beside it, its path from the document, by its name."""
-    parts = [MARK, f"# {write_up.assignment.title}", write_up.sentence]
-    parts += [printable(write_up.unread)] if write_up.faults else []
+    parts = [MARK, f"# {write_up.assignment.title}", write_up.sentence, *filter(None, [printable(write_up.unread)])]
     for title, questions in write_up.assignment.parts.items():
         parts.append(f"## {title}")
         for question in questions:

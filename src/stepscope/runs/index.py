@@ -7,7 +7,6 @@ files: without it, or with one that is old, damaged or another version's, the an
 Workloads, environments and the like recur in many runs. Each different one is stored and decoded once.
 """
 
-import contextlib
 import functools
 import operator
 import os
@@ -359,9 +358,8 @@ def _slim(run: Run) -> Run:
     evidence, environment = run.evidence, run.environment
     kept = {name: known(sample) for name, sample in run.samples.items()}
     forward, backward = run.samples.get(FORWARD), run.samples.get(BACKWARD)
-    if forward is not None and backward is not None and FORWARD_BACKWARD not in kept:
-        with contextlib.suppress(ValueError):  # other steps, or another clock: whoever asks for the sum is told so
-            kept[FORWARD_BACKWARD] = known(forward.plus(backward))
+    if forward is not None and backward is not None and FORWARD_BACKWARD not in kept and forward.adds_to(backward):
+        kept[FORWARD_BACKWARD] = known(forward.plus(backward))
     profile = evidence.profile and msgspec.structs.replace(evidence.profile, kernels=())
     compilation = evidence.compilation and msgspec.structs.replace(
         evidence.compilation, graph_break_reasons=(), recompile_reasons=()

@@ -220,10 +220,10 @@ WHILE_MEASURED = ("sm_clock_mhz", "power_w", "temperature_c")
 
 
 def samples_of(run: Run, name: str) -> Samples | None:
-    """Samples by name; `forward-backward` is the sum of the two phases, step by step."""
+    """Samples by name; `forward-backward` is the sum of the two phases, step by step, where both are of the same."""
     if name == FORWARD_BACKWARD and name not in run.samples:
         forward, backward = run.samples.get(FORWARD), run.samples.get(BACKWARD)
-        return forward.plus(backward) if forward and backward else None
+        return forward.plus(backward) if forward and backward and forward.adds_to(backward) else None
     return run.samples.get(name)
 
 

@@ -1,5 +1,6 @@
 """A write-up: which question is answered by which runs, what stands in the document, and what is wrong input."""
 
+import fcntl
 import json
 import re
 from pathlib import Path
@@ -167,6 +168,30 @@ def test_wrong_input_is_one_line(tmp_path: Path):
         assert done.returncode == 2, (said, done.stderr)
         assert said.removeprefix("--") in done.stderr and done.stderr.count("\n") == 1, done.stderr
         assert not list(tmp_path.glob("writeup*"))
+
+
+def test_what_a_kill_left_is_said_and_stops_nothing(tmp_path: Path):
+    """Marks without a run, a cut answer, a cut run; and another process that measures into the same store."""
+    store = tmp_path / "writeup_data"
+    (store / "first/a").mkdir(parents=True)
+    (store / "first.unfinished").touch()
+    done = stepscope("writeup", cwd=tmp_path)
+    assert done.returncode == 0 and "left out" not in done.stderr
+    (store / "first/a/run.json").write_text('{"schema_version"')
+    done = stepscope("writeup", cwd=tmp_path)
+    assert done.returncode == 0 and "a/run.json is no run, or was cut short" in done.stderr
+    (store / "softmax.json").write_text('{"study": "softmax", "ques')
+    stored_answer(store)
+    with (store / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = stepscope("writeup", "--run", "--scale", "small", cwd=tmp_path)
+    assert done.returncode == 2 and "another writeup measures into writeup_data" in done.stderr
+    assert "softmax.json is neither a run nor an answer" in done.stderr
+    document = (tmp_path / "writeup.md").read_text()
+    assert "1 of 33 questions" in document and "2 files could not be read" in document
+    (tmp_path / "x_data").touch()
+    with pytest.raises(InputError, match="x_data beside it is a file"):
+        Target(file=tmp_path / "x.md")
 
 
 def test_a_named_file_that_is_no_answer_is_refused(tmp_path: Path):

@@ -1,6 +1,7 @@
 """`stepscope writeup`: the questions of an assignment, answered from what was measured on this machine."""
 
 import contextlib
+import fcntl
 import gc
 import math
 import os
@@ -123,15 +124,16 @@ def command(
 
     def read() -> "Material":
         places = list(sweeps or ([str(runs)] if runs.is_dir() else []))
-        places += [str(target.store)] if target.store.is_dir() else []
+        store = [str(target.store)] if target.store.is_dir() else []
         try:
-            return gather(places, runs)
+            return gather([*places, *store], runs)
         except InputError:
             if any(
                 not Path(place).is_dir() or any(file.is_file() for file in Path(place).rglob("*")) for place in places
             ):
                 raise
-            return Material()  # everything is still to be measured, and the document says how
+            # Everything is still to be measured, and the document says how. A kill may leave marks alone in the store.
+            return Material(faults=tuple(load_runs([target.store])[1]) if store else ())
 
     def written() -> "WriteUp":
         drawer = Drawer()  # plots are drawn while the next question is answered
@@ -151,24 +153,41 @@ def command(
         warn(f"left out: {fault}")
     if not run:
         return _said(document, target, run=run)
-    if size == "auto":
-        machine = _this_machine(target, memory)
+    with _alone(target.store):
+        if size == "auto":
+            machine = _this_machine(target, memory)
+            document = written()
+        chosen = [Chosen(measure=one, first=(one.words(size),)) for one in document.missing(target.store)]
+        if machine is not None:
+            # More time than before: what the small commands and a part of the cells have answered is measured whole.
+            longer = _budget_s(minutes, machine) > 60 * machine.minutes
+            missing = document.missing(target.store, cut_short(machine) if longer else frozenset())
+            chosen = _planned(missing, machine, target, minutes)
+            machine = target.machine
+            document = written()  # what the plan leaves out for time is known
+        failed, stopped = _measure_all(chosen, machine, target, written)
+        if machine is not None and (ended := target.machine) is not None and not stopped:
+            target.remember(msgspec.structs.replace(ended, minutes=_budget_s(minutes, machine) / 60))
         document = written()
-    chosen = [Chosen(measure=one, first=(one.words(size),)) for one in document.missing(target.store)]
-    if machine is not None:
-        # More time than before: what the small commands and a part of the cells have answered is measured whole.
-        longer = _budget_s(minutes, machine) > 60 * machine.minutes
-        missing = document.missing(target.store, cut_short(machine) if longer else frozenset())
-        chosen = _planned(missing, machine, target, minutes)
-        machine = target.machine
-        document = written()  # what the plan leaves out for time is known
-    failed, stopped = _measure_all(chosen, machine, target, written)
-    if machine is not None and (ended := target.machine) is not None and not stopped:
-        target.remember(msgspec.structs.replace(ended, minutes=_budget_s(minutes, machine) / 60))
-    document = written()
-    _said(document, target, run=run, failed=failed)
-    warn(time_spent(load_runs([target.store])[0], began, time.time() - began))
-    return EXIT_INTERRUPTED if stopped else EXIT_DONE
+        _said(document, target, run=run, failed=failed)
+        warn(time_spent(load_runs([target.store])[0], began, time.time() - began))
+        return EXIT_INTERRUPTED if stopped else EXIT_DONE
+
+
+@contextlib.contextmanager
+def _alone(store: Path) -> "Iterator[None]":
+    """A lock, so that one process at a time measures into this store; it ends with the process."""
+    try:
+        store.mkdir(parents=True, exist_ok=True)
+        file = (store / ".lock").open("w")
+    except OSError as error:
+        raise InputError(f"cannot write {store}: {error.strerror or error}; choose another place with -o") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"another writeup measures into {store}: wait for it, or stop it") from None
+        yield
 
 
 def _measure_all(
@@ -569,6 +588,7 @@ def _measure(one: "Measure", words: Sequence[str], target: "Target") -> int:
             one.mark(target.store).touch()
             return _waited(_started([*words, "--runs", str(place)]))
         part = place.with_suffix(".part")
+        part.unlink(missing_ok=True)  # a command that outlived a killed write-up may still write into it
         with part.open("wb") as stream:
             code = _waited(_started([*words, "--json"], stream.fileno()))
         if code in (EXIT_DONE, EXIT_CHECK_FAILED):
