@@ -10,10 +10,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from stepscope.allocations.prediction.fit import budget_of_memory
-from stepscope.app.verbs.writeup import _commands, choose_cells, cut_short, plan_text, time_spent, within
+from stepscope.app.verbs.writeup import _commands, _this_machine, choose_cells, cut_short, plan_text, time_spent, within
 from stepscope.core.answer import Answer
+from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import find_run_files, load_run, load_runs
 from stepscope.core.samples import least_squares
@@ -296,6 +298,13 @@ def test_a_stop_leaves_a_document_and_the_same_command_goes_on(tmp_path: Path):
     assert again.returncode == 0, again.stderr
     assert first.items() <= done().items() and len(done()) == 3, "nothing is measured twice"
     assert not (tmp_path / "writeup_data/steps.unfinished").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks of a machine without a GPU")
+def test_a_cpu_refuses_memory_before_it_measures(tmp_path: Path):
+    with pytest.raises(InputError, match="does not apply to a CPU: leave it out"):
+        _this_machine(Target(file=tmp_path / "w.md"), GIB)
+    assert not list(tmp_path.iterdir())
 
 
 def test_runs_of_another_s_model_are_no_cells(tmp_path: Path):

@@ -519,6 +519,11 @@ def _this_machine(target: "Target", memory: int | None) -> "Machine":
     from stepscope.runs.metrics import samples_of
 
     gpus, place, before = gpus_here(), target.store / "rate", target.machine
+    if memory is not None and not gpus:
+        import torch
+
+        if not torch.cuda.is_available():  # a GPU that NVML does not know may be there
+            raise InputError("--memory stands for a smaller GPU; it does not apply to a CPU: leave it out")
     if (found := _last_done(place)) is None:
         words = ["run", "--model", "small", "--phase", "forward", "--warmup", "1", "--steps", "3", "--no-profile"]
         words += ["--seq-len", "512"] if gpus else ["--seq-len", "128", "--batch-size", "1"]
@@ -531,8 +536,6 @@ def _this_machine(target: "Target", memory: int | None) -> "Machine":
     if found is None or where is None or samples is None or not samples.median_s:
         raise InputError(f"this machine's rate could not be measured: see {place}, or choose --scale small")
     on_gpu = where.device_type != "cpu"
-    if memory is not None and not on_gpu:
-        raise InputError("--memory stands for a smaller GPU; it does not apply to a CPU")
     major, _, minor = (where.compute_capability or "").partition(".")
     machine = Machine(
         name=where.device_name,
