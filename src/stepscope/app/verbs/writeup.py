@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -175,7 +175,7 @@ def command(
 
 
 @contextlib.contextmanager
-def _alone(store: Path) -> "Iterator[None]":
+def _alone(store: Path) -> Generator[None]:
     """A lock, so that one process at a time measures into this store; it ends with the process."""
     try:
         store.mkdir(parents=True, exist_ok=True)
