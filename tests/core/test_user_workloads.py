@@ -183,3 +183,14 @@ def test_options_and_arguments_say_how_parts_are_computed():
     assert of_factory("a.py:make", None, {"kernels": "fused"}).parts == both.parts
     with pytest.raises(InputError, match="rope is computed by other kernels in the textbook's model alone"):
         of_factory("a.py:make", None, {"kernels": {"rope": "fused"}})
+
+
+def test_sizes_of_a_factory_are_its_arguments_of_these_names():
+    """So that --seq-len 64,128 makes a table of a module of one's own, too."""
+    many = ManyWorkloads({"module": ("a.py:make",), "seq_len": (64, 128), "batch_size": (2,), "dtype": ("bf16",)})
+    assert [(step.arguments, step.dtype) for step in many.workloads()] == [
+        ({"batch_size": 2, "seq_len": 64}, "bf16"), ({"batch_size": 2, "seq_len": 128}, "bf16"),
+    ]  # fmt: skip
+    assert of_factory("a.py:make", {"width": 8}, {"seq_len": 64}).arguments == {"width": 8, "seq_len": 64}
+    with pytest.raises(InputError, match="--seq-len and --arg seq_len say the same"):
+        ManyWorkloads({"module": ("a.py:make",), "seq_len": (64,), "arg": ("seq_len=8",)}).workloads()
