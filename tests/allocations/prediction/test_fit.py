@@ -405,7 +405,7 @@ def test_a_watched_loop_is_judged_on_another_card_and_with_another_batch_by_hand
     assert (twice.workload.batch_size, twice.fits, twice.largest_batch) == (16, True, 16)
     assert not fit_of_run(run, 16, budget_of_memory(103 * MIB)).fits  # 4 % are kept free
     assert fit_of_run(run, 4, None).peak_bytes < 92_830_720
-    text = shown(answer_fit(twice))
+    text = " ".join(shown(answer_fit(twice)).split())
     assert "with a batch of 8 on NVIDIA H200" in text and "so that this is a bound" in text and "at least 16" in text
     for size in (0, 3):
         with pytest.raises(InputError, match=f"--batch-size {size} cannot be: .* has 2 micro-batches"):

@@ -75,7 +75,7 @@ def test_the_run_is_listed_shown_and_tabled(measured: tuple[Path, subprocess.Com
     ("arguments", "says"),
     [
         (["run", "--model", "smal"], "unknown model 'smal': choose one of tiny, small"),
-        (["fit", "--model", "org/name-1B"], "`hf download org/name-1B config.json` prints the path of a file that run"),
+        (["fit", "--model", "org/name-1B"], "with `hf download org/name-1B config.json` and ask again"),
         (["run", "--dtype", "fp64"], "unknown dtype 'fp64'"),
         (["run", "--seq-len", "0"], "seq_len is 0: it must be a whole number of at least 1"),
         (["run", "--batch-size", "-3"], "batch_size is -3"),

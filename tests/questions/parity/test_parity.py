@@ -204,7 +204,7 @@ def test_the_verb_and_its_plot(tmp_path: Path):
         (("--compile", "eager"), "unknown compile mode 'eager'"),
         (("--checkpointing", "none"), "--checkpointing none is the plain step itself"),
         (("--dtype", "fp12"), "unknown dtype 'fp12'"),
-        (("--module", f"{Path(__file__).with_name('planted.py')}:make", "--seq-len", "8"), "--seq-len belongs to"),
+        (("--module", f"{Path(__file__).with_name('planted.py')}:make", "--seq-len", "8"), "has no parameter 'seq"),
     ],
 )
 def test_wrong_input_is_one_line(arguments: tuple[str, ...], said: str):
