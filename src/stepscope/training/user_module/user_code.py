@@ -313,7 +313,7 @@ def structure_digest(module: nn.Module) -> str:
 
 def source_digest(module: nn.Module, files: Iterable[Path | None]) -> str:
     """A digest of these files, and of those that define the module's classes outside of libraries."""
-    of_classes = {_file_of(cls) for part in module.modules() for cls in type(part).__mro__}
+    of_classes = {*map(_file_of, {cls for part in module.modules() for cls in type(part).__mro__})}
     paths = {file.resolve() for file in (*files, *of_classes) if file is not None and file.is_file()}
     # Only the content counts: the same code in another folder is the same experiment.
     return _digest(b"".join(sorted(hashlib.sha256(file.read_bytes()).digest() for file in paths)))
