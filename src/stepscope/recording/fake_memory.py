@@ -771,10 +771,10 @@ class AsOnCuda(TorchFunctionMode):
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
             attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
         assert self._attention is not None
-        if self._attention == "chosen":
-            backend = chosen_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
-        else:
+        if callable(self._attention):
             backend = self._attention(query)
+        else:
+            backend = chosen_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
         bias = _bias(attn_mask, query, key, backend)
         aten = torch.ops.aten
         differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
