@@ -91,7 +91,7 @@ def run_sweep(
     """
     refuse_several(os.environ, "measure all cells", "a sweep starts its ranks itself, so start it without torchrun")
     out = Path(plan.out)
-    with _locked(out, plan.key):
+    with locked(out / f".sweep-{plan.key}.lock", "this very sweep is already running", "choose another --runs"):
         before = set(out.iterdir())
         sweep = _Sweep(plan, policy or Policy(), tell, series)
         with interrupts.raising():  # before asyncio, which takes Ctrl-C for itself in a process that is not ours
@@ -105,18 +105,22 @@ def run_sweep(
 
 
 @contextlib.contextmanager
-def _locked(out: Path, key: str) -> Generator[None]:
-    """A lock that lets one process at a time run this sweep in this place; it ends with the process."""
+def locked(lock: Path, busy: str, remedy: str) -> Generator[None]:
+    """A lock that one process at a time has; it ends with the process.
+
+    Raises InputError where another has it (`busy` says so), and with the remedy where its folder cannot be written.
+    """
+    out = lock.parent
     try:
         out.mkdir(parents=True, exist_ok=True)
-        file = (out / f".sweep-{key}.lock").open("w")
+        file = lock.open("w")
     except OSError as error:
-        raise InputError(f"cannot write runs to {out}: {error.strerror or error}; choose another --runs") from error
+        raise InputError(f"cannot write runs to {out}: {error.strerror or error}; {remedy}") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise InputError(f"this very sweep is already running into {out}: wait for it, or stop it") from None
+            raise InputError(f"{busy} into {out}: wait for it, or stop it") from None
         yield
 
 

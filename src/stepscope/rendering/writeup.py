@@ -513,7 +513,7 @@ def predicted_cells(question: Question, runs: Sequence[Run], machine: Machine) -
         useful = {phase: scaling.seconds(cell) for phase, scaling in scaled.items() if scaling.is_useful}
         times = [float(f"{useful[phase]:.2g}") if useful.get(phase) else None for phase in phases]
         margin = " and a margin" if peak <= machine.memory.usable_bytes else ""
-        why = f"needs {format_bytes(peak)}{margin} of {format_bytes(machine.memory.usable_bytes)}"
+        why = f"needs {format_bytes(peak)}{margin}, there are {format_bytes(machine.memory.usable_bytes)}"
         if measure.of_memory and not machine.on_gpu:
             why = "a CPU counts no peak"
         elif will_fit(cell, machine.memory):

@@ -179,7 +179,7 @@ def test_every_way_out_leaves_what_it_says():
         "--checkpointing", "--batch-size", "--seq-len",
     ]  # fmt: skip
     assert {way["options"]: way["price"] for way in ways}["--batch-size 2"] == "2 times the steps for as many samples"
-    # Of 4 x 1024 tokens a block keeps 0.71 GiB of products, which wait in the host's memory.
+    # The products of 12 blocks wait in the host's memory: 0.71 GiB a block of 4 x 1024 tokens.
     assert {way["options"]: way["price"] for way in ways}["--checkpointing offload-12"] == (
         "8.50 GiB copied, 0.18 s each way over PCIe 5.0"
     )

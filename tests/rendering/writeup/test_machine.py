@@ -229,7 +229,7 @@ def test_what_was_not_measured_is_predicted_and_marked(tmp_path: Path):
     assert table.notes[0].text.startswith("Predicted; nothing in this table was measured")
     assert "2 measured cells" in table.notes[2].text
     by_cell = {row[0]: row for row in table.rows}
-    assert by_cell["2.7B-b4-s1024-fp32-train"][-1] == "needs 104.36 GiB of 11.00 GiB"
+    assert by_cell["2.7B-b4-s1024-fp32-train"][-1] == "needs 104.36 GiB, there are 11.00 GiB"
     assert by_cell["medium-b4-s128-fp32-train"][-1] == "not measured yet"
     assert by_cell["medium-b4-s256-fp32-train"][-1] == "left out for time"
     precision = by_id["precision-c"].answer

@@ -1,7 +1,6 @@
 """`stepscope writeup`: the questions of an assignment, answered from what was measured on this machine."""
 
 import contextlib
-import fcntl
 import gc
 import math
 import os
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -153,7 +152,9 @@ def command(
         warn(f"left out: {fault}")
     if not run:
         return _said(document, target, run=run)
-    with _alone(target.store):
+    from stepscope.engine.sweep import locked
+
+    with locked(target.store / ".lock", "another writeup measures", "choose another place with -o"):
         if size == "auto":
             machine = _this_machine(target, memory)
             document = written()
@@ -168,26 +169,9 @@ def command(
         failed, stopped = _measure_all(chosen, machine, target, written)
         if machine is not None and (ended := target.machine) is not None and not stopped:
             target.remember(msgspec.structs.replace(ended, minutes=_budget_s(minutes, machine) / 60))
-        document = written()
-        _said(document, target, run=run, failed=failed)
+        _said(written(), target, run=run, failed=failed)
         warn(time_spent(load_runs([target.store])[0], began, time.time() - began))
         return EXIT_INTERRUPTED if stopped else EXIT_DONE
-
-
-@contextlib.contextmanager
-def _alone(store: Path) -> Generator[None]:
-    """A lock, so that one process at a time measures into this store; it ends with the process."""
-    try:
-        store.mkdir(parents=True, exist_ok=True)
-        file = (store / ".lock").open("w")
-    except OSError as error:
-        raise InputError(f"cannot write {store}: {error.strerror or error}; choose another place with -o") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"another writeup measures into {store}: wait for it, or stop it") from None
-        yield
 
 
 def _measure_all(
