@@ -29,14 +29,13 @@ if TYPE_CHECKING:
     from stepscope.app.verbs.fit import Fitted, fit
     from stepscope.app.verbs.measure import Timed, measure
     from stepscope.app.verbs.memory import Remembered, memory
-    from stepscope.app.verbs.replace_parts import replace_parts
     from stepscope.app.verbs.run import run
     from stepscope.app.verbs.stored_runs import Advised, Measured, advise, show
     from stepscope.app.verbs.trace import Traced, trace
     from stepscope.app.verbs.tune import Found, tune
     from stepscope.core.errors import InputError, LimitExceeded, StepscopeError
     from stepscope.engine.watched_run import Watched, watch
-    from stepscope.training.parts.replaced import Replaced
+    from stepscope.training.parts.replaced import Replaced, replace_parts
 
 __version__ = "0.1.0"
 __all__ = [
@@ -51,8 +50,7 @@ _WHERE = {
     **dict.fromkeys(("fit", "Fitted"), "app.verbs.fit"),
     **dict.fromkeys(("measure", "Timed"), "app.verbs.measure"),
     **dict.fromkeys(("memory", "Remembered"), "app.verbs.memory"),
-    "replace_parts": "app.verbs.replace_parts",
-    "Replaced": "training.parts.replaced",
+    **dict.fromkeys(("replace_parts", "Replaced"), "training.parts.replaced"),
     "run": "app.verbs.run",
     **dict.fromkeys(("advise", "show", "Advised", "Measured"), "app.verbs.stored_runs"),
     **dict.fromkeys(("trace", "Traced"), "app.verbs.trace"),

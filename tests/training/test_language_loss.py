@@ -21,11 +21,11 @@ import transformers
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
-from stepscope.app.verbs.replace_parts import replace_parts
 from stepscope.core.errors import InputError
 from stepscope.recording.ranges import detailed
 from stepscope.training.parts import formulas
 from stepscope.training.parts import replaced as replaced_module
+from stepscope.training.parts.replaced import replace_parts
 from tests.command import stepscope
 from tests.conftest import at_length
 

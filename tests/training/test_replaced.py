@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
 
-from stepscope.app.verbs.replace_parts import replace_parts
 from stepscope.core import parts as records
 from stepscope.core.errors import InputError
 from stepscope.training.parts import replaced as replaced_module
+from stepscope.training.parts.replaced import replace_parts
 from tests.conftest import at_length
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stepscope.app.verbs.replace_parts import replace_parts
 from stepscope.core.errors import GateFailure, InputError
 from stepscope.core.model_config import configure
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel
 from stepscope.training.attention import implementation
 from stepscope.training.parts import part_function
 from stepscope.training.parts.gate import require_users
+from stepscope.training.parts.replaced import replace_parts
 from stepscope.training.user_functions import find_object
 from tests.command import stepscope
 
