@@ -12,7 +12,7 @@ import tempfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +42,7 @@ from stepscope.traces.table import (
     add_count,
     assemble,
     empty,
+    fits,
 )
 
 # Where the tables of an nsys export lie: in an SQLite file or in a folder of parquet files.
@@ -96,6 +97,7 @@ class SqliteTables:
                     "interrupted: wait, or export it again"
                 )
         self._check_whole(path)
+        self._bytes = path.stat().st_size
         self._errors = adbc_driver_sqlite.dbapi.Error
         self._uri = f"file:{quote(os.fsencode(path.resolve()))}?mode=ro&immutable=1"
         # Its types say nothing of options and parameters.
@@ -131,26 +133,40 @@ class SqliteTables:
 
     def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
         """Numbers with NO_NUMBER for null; texts as bytes, empty for null, since the export promises no encoding."""
-        wanted = [f'CAST(ifnull("{name}", {NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
-        wanted += [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
         bounds = self._query(f'SELECT ifnull(min(rowid), 0) AS low, ifnull(max(rowid), -1) AS high FROM "{table}"')
         low, high = int(bounds.item(0, "low")), int(bounds.item(0, "high"))
-        count = self._query(f'SELECT count(*) AS n FROM "{table}"').item()
-        # Rows are numbered without gaps; a file where they are not is read at once.
-        step = _BATCH_ROWS if high - low <= 4 * count else high - low + 1
-        columns = ", ".join(wanted)
-        queries = (
-            f'SELECT {columns} FROM "{table}" WHERE rowid BETWEEN {first} AND {min(first + step - 1, high)}'
-            for first in range(low, high + 1, step)
-        )
+        # Rows are numbered without gaps; a file where they are not is read at once. A row takes some bytes.
+        step = _BATCH_ROWS if high - low <= self._bytes else high - low + 1
+        rows = (f"rowid BETWEEN {first} AND {min(first + step - 1, high)}" for first in range(low, high + 1, step))
         # SQLite works without Python's lock: while one batch is looked at, the next ones are read.
         with ThreadPoolExecutor(_READERS) as readers:
-            ahead = deque(readers.submit(self._query, query) for query in itertools.islice(queries, _READERS))
+
+            def read(count: int) -> None:
+                ahead.extend(
+                    readers.submit(self._rows, table, some, numbers, texts) for some in itertools.islice(rows, count)
+                )
+
+            ahead: deque[Future[pl.DataFrame]] = deque()
+            read(_READERS)
             while ahead:
                 frame = ahead.popleft().result()
-                ahead.extend(readers.submit(self._query, query) for query in itertools.islice(queries, 1))
+                read(1)
                 if frame.height:
                     yield frame
+
+    def _rows(self, table: str, rows: str, numbers: list[str], texts: list[str]) -> pl.DataFrame:
+        """Some rows. Numbers that SQLite casts take half as much time again, so only columns that need it are cast."""
+        plain = [f'"{name}" AS "{name}"' for name in numbers]
+        cast = [f'CAST(ifnull("{name}", {NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
+        last = [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
+        try:
+            frame = self._query(f'SELECT {", ".join(plain + last)} FROM "{table}" WHERE {rows}')
+        except InputError:  # a value is not of its column's type
+            frame = pl.DataFrame(schema=dict.fromkeys(numbers, pl.Null))
+        if any(dtype != pl.Int64 for dtype in frame.dtypes[: len(numbers)]):
+            return self._query(f'SELECT {", ".join(cast + last)} FROM "{table}" WHERE {rows}')
+        missing = [name for name in numbers if frame[name].null_count()]
+        return frame.with_columns(pl.col(missing).fill_null(NO_NUMBER)) if missing else frame
 
     def _query(self, query: str) -> pl.DataFrame:
         try:
@@ -254,31 +270,41 @@ _MEMORY = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5:
 """Kinds of memory by the numbers of the export, as Kineto writes them."""
 
 
-def detail_columns(frame: pl.DataFrame) -> list[pl.Expr]:
+def detail_columns(frame: pl.DataFrame) -> list[pl.Series]:
     """The columns of DETAIL_SCHEMA that the export says."""
 
     def memory(column: str) -> pl.Expr:
         return pl.col(column).replace_strict(_MEMORY, default=None, return_dtype=pl.String)
 
-    def sizes(columns: tuple[str, ...]) -> pl.Expr:
+    def sizes(columns: tuple[str, ...]) -> pl.Series:
         known = pl.all_horizontal(pl.col(columns) != NO_NUMBER)
-        return pl.when(known).then(pl.format("[{}, {}, {}]", *columns))
+        text = pl.when(known).then(pl.format("[{}, {}, {}]", *columns)).cast(pl.Categorical()).alias("size")
+        low, high = (max(1, int(frame[name].max() or 0) + 1) for name in columns[1:])  # type: ignore[call-overload]
+        least = min(int(frame[name].min() or 0) for name in columns)  # type: ignore[call-overload]
+        if least < 0 or int(frame[columns[0]].max() or 0) * low * high >= LARGEST_NS:  # type: ignore[call-overload]
+            return frame.select(text).to_series()
+        # There are few sizes: each is written once, and found by the one number that stands for it.
+        x, y, z = (pl.col(name) for name in columns)
+        key = frame.select(((x * low + y) * high + z).alias("key")).to_series()
+        distinct = frame.select(*columns, key).unique("key")
+        return key.replace_strict(distinct["key"], distinct.select(text).to_series(), return_dtype=pl.Categorical())
 
     def count(column: str) -> pl.Expr:
         return pl.when(pl.col(column) >= 0).then(pl.col(column))
 
-    columns = {
-        "bytes": (("bytes",), count("bytes")),
-        "memory": (("srcKind", "dstKind"), pl.concat_str(memory("srcKind"), pl.lit(" -> "), memory("dstKind"))),
-        "grid": (_GRID, sizes(_GRID)),
-        "block": (_BLOCK, sizes(_BLOCK)),
-        "registers": (("registersPerThread",), count("registersPerThread")),
+    columns: dict[str, tuple[tuple[str, ...], Callable[[], pl.Expr | pl.Series]]] = {
+        "bytes": (("bytes",), lambda: count("bytes")),
+        "memory": (("srcKind", "dstKind"), lambda: pl.concat_str(memory("srcKind"), pl.lit(" -> "), memory("dstKind"))),
+        "grid": (_GRID, lambda: sizes(_GRID)),
+        "block": (_BLOCK, lambda: sizes(_BLOCK)),
+        "registers": (("registersPerThread",), lambda: count("registersPerThread")),
     }
-    return [
-        value.cast(DETAIL_SCHEMA[name], strict=False).alias(name)
-        for name, (needed, value) in columns.items()
-        if set(needed) <= set(frame.columns)
-    ]
+    said = {name: make() for name, (needed, make) in columns.items() if set(needed) <= set(frame.columns)}
+    return (
+        frame.select(value.alias(name) for name, value in said.items())
+        .select(pl.col(name).cast(DETAIL_SCHEMA[name], strict=False) for name in said)
+        .get_columns()
+    )
 
 
 # Tells operators from ranges in a capture of `torch.autograd.profiler.emit_nvtx`, which writes both as NVTX ranges.
@@ -459,10 +485,11 @@ class _Reader:
         self._tables = tables
         self._other: dict[str, int] = {}
         self._damage = Damage()
-        self._strings = pl.DataFrame(schema={"id": pl.Int64, "value": pl.String})
+        strings = pl.DataFrame(schema={"id": pl.Int64, "value": pl.String})
         if self._has("StringIds", "id", "value"):
             frame = self._whole("StringIds", ["id"], ["value"]).unique("id", keep="first")
-            self._strings = frame.with_columns(_decoded(frame["value"]))
+            strings = frame.with_columns(_decoded(frame["value"]))
+        self._strings = strings.sort("id").with_columns(pl.col("value").cast(pl.Categorical()))
 
     def table(self) -> TraceTable:
         path = self._tables.path
@@ -519,19 +546,28 @@ class _Reader:
         """Batches of the rows that have a time. Rows that have none, or end before they begin, are counted."""
         may_be_open = what == RANGES
         needed = ("start",) if may_be_open else ("start", "end")
+        backwards = pl.col("end") < pl.col("start")
+        extremes = [
+            bound for column in needed for bound in (pl.col(column).min(), pl.col(column).max().name.suffix(">"))
+        ]
         for frame in self._tables.batches(table, numbers, texts):
+            if not frame.height:  # of a parquet file
+                continue
             timed = frame
-            if any(frame[column].min() == NO_NUMBER for column in needed):
+            *bounds, is_backwards = frame.select(*extremes, backwards.any().alias("backwards")).row(0)
+            if min(bounds) <= -LARGEST_NS or max(bounds) >= LARGEST_NS:
                 timed = frame.filter(*(pl.col(column) != NO_NUMBER for column in needed))
                 add_count(self._other, _UNTIMED, frame.height - timed.height)
-            on_a_clock = [pl.col(column).is_between(-LARGEST_NS, LARGEST_NS, closed="none") for column in needed]
-            recorded, timed = timed.height, timed.filter(*on_a_clock)
-            add_count(self._damage.untimed, what, recorded - timed.height)
-            backwards = (pl.col("end") < pl.col("start")) & (pl.col("end") != NO_NUMBER)
-            if may_be_open:  # a mark has no end
-                backwards &= pl.col("eventType").is_in([*_PUSH_POP, *_START_END])
-            add_count(self._damage.backwards, what, int(timed.select(backwards.sum()).item()))
-            yield timed
+                on_a_clock = [pl.col(column).is_between(-LARGEST_NS, LARGEST_NS, closed="none") for column in needed]
+                recorded, timed = timed.height, timed.filter(*on_a_clock)
+                add_count(self._damage.untimed, what, recorded - timed.height)
+            if is_backwards:
+                counted = backwards & (pl.col("end") != NO_NUMBER)
+                if may_be_open:  # a mark has no end
+                    counted &= pl.col("eventType").is_in([*_PUSH_POP, *_START_END])
+                add_count(self._damage.backwards, what, int(timed.select(counted.sum()).item()))
+            if timed.height:
+                yield timed
 
     def _threads(self) -> dict[tuple[int, int], str]:
         """The names of threads, by process and thread as other frames number them."""
@@ -539,7 +575,7 @@ class _Reader:
             return {}
         frame = self._whole("ThreadNames", ["nameId", "globalTid"], [])
         named = frame.select(_PROCESS, pl.col("globalTid").alias("thread")).with_columns(
-            self._looked_up(frame, "nameId", "names of threads").cast(pl.String).alias("name")
+            self._looked_up(frame, "nameId", "names of threads").cast(pl.String)
         )
         return {(process, thread): name for process, thread, name in named.drop_nulls().iter_rows()}
 
@@ -551,17 +587,29 @@ class _Reader:
         """
         if frame[column].dtype == pl.Binary:
             return _decoded(frame[column]).alias("name")
-        joined = self._of_ids(frame, column)
-        missing = joined.select(pl.col("value").is_null() & (pl.col(column) != NO_NUMBER)).to_series()
+        found = self._of_ids(frame[column])
+        if not found.null_count():
+            return found.alias("name")
+        missing = found.is_null() & (frame[column] != NO_NUMBER)
         add_count(self._damage.nameless, what, int((missing if wanted is None else missing & wanted).sum()))
-        return joined.select(
-            pl.coalesce("value", pl.format("string {}", _number(column)), pl.lit("")).alias("name")
-        ).to_series()
+        number = pl.when(frame[column] != NO_NUMBER).then(frame[column])
+        text = pl.coalesce(pl.format("string {}", number), pl.lit("")).cast(pl.Categorical())
+        return pl.select(pl.coalesce(found, text).alias("name")).to_series()
 
-    def _of_ids(self, frame: pl.DataFrame, column: str) -> pl.DataFrame:
-        return frame.select(column).join(
-            self._strings, left_on=column, right_on="id", how="left", maintain_order="left"
-        )
+    def _of_ids(self, ids: pl.Series) -> pl.Series:
+        """The string of each id, or null."""
+        known = self._strings["id"]
+        if not len(known) or not len(ids):
+            return pl.Series("name", [None], dtype=pl.Categorical()).new_from_index(0, len(ids))
+        low, high = known[0], known[-1]
+        if high - low + 1 == len(known):  # numbered without gaps
+            at = ids if low == 0 else ids - low
+            inside = low <= ids.min() and ids.max() <= high  # type: ignore[operator]
+            at = at if inside else at.set(~ids.is_between(low, high), None)
+        else:
+            at = known.search_sorted(ids, side="left").clip(upper_bound=len(known) - 1)
+            at = at.set(known.gather(at) != ids, None)
+        return self._strings["value"].gather(at.cast(pl.UInt32))
 
     def _calls(self) -> pl.DataFrame:
         table, numbers = "CUPTI_ACTIVITY_KIND_RUNTIME", ["start", "end", "globalTid", "correlationId"]
@@ -577,7 +625,7 @@ class _Reader:
                 _PROCESS,
                 pl.col("globalTid").alias("thread"),
                 self._looked_up(frame, "nameId", CALLS).cast(pl.Categorical),
-                _number("correlationId").alias("correlation"),
+                _number_of(frame, "correlationId").alias("correlation"),
                 pl.lit(None, pl.Int64).alias("external"),
             )
             for frame in self._timed(table, numbers, texts, CALLS)
@@ -589,14 +637,14 @@ class _Reader:
             frame.select(
                 _START,
                 _DURATION,
-                _number("deviceId").fill_null(-1).alias("device"),
-                _number("streamId").fill_null(-1).alias("stream"),
+                _number_of(frame, "deviceId").fill_null(-1).alias("device"),
+                _number_of(frame, "streamId").fill_null(-1).alias("stream"),
                 pl.lit(kind, KIND).alias("kind"),
                 self._names_of_work(frame, kind).cast(pl.Categorical),
-                _number("globalPid").alias("process"),
-                _number("correlationId").alias("correlation"),
+                _number_of(frame, "globalPid").alias("process"),
+                _number_of(frame, "correlationId").alias("correlation"),
                 pl.lit(None, pl.Int64).alias("external"),
-                _number("graphNodeId").alias("graph_node"),
+                _number_of(frame, "graphNodeId").alias("graph_node"),
                 *detail_columns(frame),
             )
             for table, kind in _WORK_TABLES.items()
@@ -618,14 +666,16 @@ class _Reader:
     def _names_of_work(self, frame: pl.DataFrame, kind: str) -> pl.Series:
         columns = [name for name in _NAMES if name in frame.columns]
         if kind == "kernel" and columns:
-            named = pl.Series("name", [None], dtype=pl.String).new_from_index(0, frame.height)
+            named = pl.Series("name", [None], dtype=pl.Categorical()).new_from_index(0, frame.height)
             for column in columns:  # the name of each kernel by the first of these columns that says it
                 is_text = frame[column].dtype == pl.Binary
-                names = _decoded(frame[column]) if is_text else self._of_ids(frame, column)["value"]
-                named = pl.select(pl.coalesce(named, names.replace("", None)).alias("name")).to_series()
+                names = _decoded(frame[column]).cast(pl.Categorical()) if is_text else self._of_ids(frame[column])
+                names = names.set(fits(names, "^$"), None)
+                named = pl.select(pl.coalesce(named, names).alias("name")).to_series()
                 if not named.null_count():
                     return named
-            return named.fill_null(self._looked_up(frame, columns[0], WORK, wanted=named.is_null()))
+            rest = self._looked_up(frame, columns[0], WORK, wanted=named.is_null()).cast(pl.Categorical())
+            return named.fill_null(rest)
         if kind == "memcpy" and "copyKind" in frame.columns:
             copies = pl.col("copyKind").replace_strict(_COPY_NAMES, default="other", return_dtype=pl.String)
             return frame.select(pl.format("Memcpy {}", copies).alias("name")).to_series()
@@ -663,7 +713,7 @@ class _Reader:
             name = _decoded(frame["text"]).alias("name")
         if "textId" not in frame.columns:
             return name
-        registered = self._looked_up(frame, "textId", RANGES, wanted=name == "")
+        registered = self._looked_up(frame, "textId", RANGES, wanted=name == "").cast(pl.String)
         unsaid = (name == "") & (frame["textId"] != NO_NUMBER)
         return pl.select(pl.when(unsaid).then(registered).otherwise(name).alias("name")).to_series()
 
@@ -717,10 +767,12 @@ def _closed(ranges: pl.DataFrame, last_ns: int) -> pl.DataFrame:
     return ranges.with_columns(pl.col("duration_ns").fill_null(last - pl.col("start_ns")).clip(lower_bound=0))
 
 
-def _number(column: str) -> pl.Expr:
-    return pl.when(pl.col(column) != NO_NUMBER).then(pl.col(column))
+def _number_of(frame: pl.DataFrame, column: str) -> pl.Series:
+    """The numbers of a column, null where there are none."""
+    numbers = frame[column]
+    return numbers.set(numbers == NO_NUMBER, None) if numbers.min() <= NO_NUMBER else numbers  # type: ignore[operator]
 
 
 _START = pl.col("start").alias("start_ns")
 _DURATION = (pl.col("end") - pl.col("start")).clip(lower_bound=0).alias("duration_ns")
-_PROCESS = ((pl.col("globalTid") // 2**24) * 2**24).alias("process")
+_PROCESS = (pl.col("globalTid") & -(2**24)).alias("process")
