@@ -225,13 +225,18 @@ def _begun(file: Path) -> float:
 def find_run(name: str, out: Path) -> Run:
     """A run by its path, or that of a folder which holds just one; or by a part of its directory's name under `out`
     that is unique there; or `last`, the one under `out` that began latest."""
+    return load_run(find_run_path(name, out))
+
+
+def find_run_path(name: str, out: Path) -> Path:
+    """Where `find_run` reads the run of this name: its run.json, or its directory."""
     files = list(find_run_files(out)) if exists(out) else []
     path = Path(name)
     if exists(path) and (path.is_file() or not files or any(find_run_files(path))):
         inside = list(find_run_files(path))
-        return load_run(inside[0] if len(inside) == 1 else path)
+        return inside[0] if len(inside) == 1 else path
     none = f"no run named {name!r} in {out}: `stepscope ls --runs {out}` lists those there are"
-    return load_run(_only_run(name, out, files, none))
+    return _only_run(name, out, files, none)
 
 
 def _only_run(name: str, out: Path, files: Iterable[Path], none: str) -> Path:

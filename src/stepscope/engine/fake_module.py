@@ -654,7 +654,7 @@ class FakePredictor:
         self._seconds: list[float] = []
         self._device_type: DeviceType = device_type
         self._watched: dict[tuple[bytes, int | None], WatchedModule | None] = {}
-        self._first = watch_module_step(workload, device_type, module=module, tell=tell)
+        self._first = self._run(workload, tell=tell)
         self.workload = self._first.workload
         self.estimate = self._estimate(self._first)
         assert self.estimate.unseen is not None
@@ -687,6 +687,18 @@ class FakePredictor:
             batch = self._largest(start, unit, lambda size: self._variant(self.workload, size), budget)
         return {"largest_batch": batch, "longest_sequence": longest, "longest_is_the_models": is_models}
 
+    def _run(
+        self,
+        workload: FactoryWorkload,
+        batch: int | None = None,
+        steps: int = STEPS_BEFORE + 1,
+        tell: Tell = lambda _: None,
+    ) -> WatchedModule:
+        """The steps of a variant. Raises InputError where it cannot be made."""
+        return watch_module_step(
+            workload, self._device_type, batch_size=batch, steps=steps, module=self._module, tell=tell
+        )
+
     def _allocator(self, limit: int | None = None) -> Allocator:
         # On a CPU each request gets exactly the bytes that it asks for.
         return CachingAllocator(limit) if self._device_type == "cuda" else RoundingAllocator(1)
@@ -711,9 +723,7 @@ class FakePredictor:
             self._tell_of(workload, batch)
             begun_s = time.perf_counter()
             try:
-                self._watched[key] = watch_module_step(
-                    workload, self._device_type, batch_size=batch, steps=STEPS_BEFORE, module=self._module
-                )
+                self._watched[key] = self._run(workload, batch, STEPS_BEFORE)
             except InputError:
                 self._watched[key] = None
             self._seconds.append(time.perf_counter() - begun_s)

@@ -55,6 +55,7 @@ from stepscope.core.user_model import code_folder
 from stepscope.core.workloads import Input, UserModel, WatchedWorkload
 from stepscope.engine.draft import RunDraft
 from stepscope.engine.request import MemoryRequest, TraceRequest
+from stepscope.engine.traced_loop import Sketch, keep_traced
 from stepscope.engine.trackers import ScriptTrackers, trackers_named
 from stepscope.engine.watched_script import WatchRequest, checked_steps, settings_between, when_imported
 from stepscope.recording import ranges
@@ -423,6 +424,7 @@ class WatchedRun:
         self._live: _Live | None = None
         self._timed: TimedSteps | None = None
         self._readings: _Readings | None = None
+        self._sketch: Sketch | None = None
 
     @property
     def directory(self) -> Path | None:
@@ -476,7 +478,8 @@ class WatchedRun:
             changes=lambda: readings.changes,
             inside_compiled=lambda: self.watch.step_is_compiled,
         )
-        observed = ObservedStep(step, phases, device, draft.keep_memory)
+        self._sketch = Sketch(loop, phases)
+        observed = ObservedStep(step, phases, device, draft.keep_memory, self._sketch)
         if os.environ.get("RANK", "0") == "0":
             self._count = StepCount(self.watch, loop)
             self._live = _Live(draft, self._count, self._show, self._say)
@@ -582,6 +585,11 @@ class WatchedRun:
         elif self.run is not None and self.run is not draft.run:  # What ended the loop has come to be known.
             self._finish()
         return self.run
+
+    def trace(self) -> None:
+        """Trace the loop's step for predictions, and keep that beside the run."""
+        sketch, self._sketch = self._sketch, None
+        keep_traced(sketch, self.run, self.directory)
 
     def _why_nothing(self) -> str:
         if self.watch.optimizer_stepped or self._draft is not None:
@@ -813,6 +821,7 @@ class Watched:
                 self._say(f"nothing was measured: {self.why_not}")
         else:
             self._say(f"{self!r}; saved in {self._watched.saved_in}")
+            self._watched.trace()
 
     def __enter__(self) -> Self:
         self.start()

@@ -403,7 +403,7 @@ def test_without_a_size_the_peak_is_said_and_several_devices_are_answered_each()
         ("--memory lots", "as in 80GiB"),
         ("--memory -5GiB", "as in 80GiB"),
         ("--memory 80GiB --device H100", "give one of them"),
-        ("--from results/h200/loops --seq-len 8", "--from says which step: leave out --seq-len"),
+        ("--from results/h200/loops --clip 1", "--from says which step: leave out --clip"),
         ("--from results/h200/loops", "expected a directory with run.json"),
         ("--sweep --fail-if-larger 1GiB", "is of peaks: leave out --sweep"),
         ("--sweep", "--memory 80GiB, or one --device"),

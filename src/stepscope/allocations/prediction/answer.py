@@ -275,13 +275,14 @@ def _verdict(fit: AnyFit) -> Line:
 
 def _doubts(fit: AnyFit) -> Iterator[Line]:
     """Sentences on what fake tensors do not show of a user's module."""
-    if isinstance(fit.estimate, FakeEstimate) and fit.estimate.basis:
-        yield Line(
-            f"{fit.estimate.basis} Another kind of card may take other kernels. Of another sequence or precision it "
-            "tells nothing: give the model, as in --module train.py:make.",
-            "care",
-        )
     unseen = fit.estimate.unseen if isinstance(fit.estimate, FakeEstimate) else None
+    if isinstance(fit.estimate, FakeEstimate) and fit.estimate.basis:
+        alone = (
+            " Of another sequence or precision it tells nothing: watch the loop again, or give the model, as in "
+            "--module train.py:make."
+        )
+        kernels = " Another kind of card may take other kernels."
+        yield Line(f"{fit.estimate.basis}{kernels}{alone if unseen is None else ''}", "care")
     if unseen is None:
         return
     if unseen.at_most:
@@ -311,7 +312,7 @@ def _sizes(fit: AnyFit) -> list[Line]:
     decides = fit.largest_batch if fit.largest_batch is not None else fit.longest_sequence
     if decides == 0:
         return [Line("Not even the smallest batch fits.", "bad")]
-    is_bound = isinstance(fit.estimate, FakeEstimate) and bool(fit.estimate.basis)
+    is_bound = isinstance(fit.estimate, FakeEstimate) and bool(fit.estimate.basis) and fit.estimate.unseen is None
     known = [
         f"{name} that fits is {'at least ' if size >= MOST_SEARCHED - 1 or is_bound else ''}{size:,}"
         for name, size in sizes.items()

@@ -25,7 +25,15 @@ from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
 from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES
 from stepscope.core.units import format_bytes, parse_bytes
-from stepscope.core.workloads import Compile, FactoryWorkload, Optimizer, Phase, TextbookWorkload, Workload
+from stepscope.core.workloads import (
+    Compile,
+    FactoryWorkload,
+    Optimizer,
+    Phase,
+    TextbookWorkload,
+    WatchedWorkload,
+    Workload,
+)
 from stepscope.engine.request import Stage, Tell
 from stepscope.engine.workload_options import (
     ManyWorkloads,
@@ -148,8 +156,9 @@ def fit(
     - model, an nn.Module, with its batch and its loss, as `stepscope.run` takes them. It is copied in this process,
       once for each variant that is tried, and its sequences keep their length. optimizer may be one that holds its
       parameters.
-    - run, one that is stored, as `stepscope.show` takes it with runs: what it measured on a GPU, as of a loop that
-      `watch` recorded, on another device or with another batch_size, of which it gives a bound.
+    - run, one that is stored, as `stepscope.show` takes it with runs: a loop that `watch` has traced, with other
+      batch_size, seq_len and dtype; where it was not, what it measured on a GPU, on another device or with another
+      batch_size, of which it gives a bound.
 
     A module of your own runs on fake tensors, which have sizes and no values: operators whose output depends on values
     are counted at their largest or refused by name. A compiled step (compile) and a step of your own with phases are
@@ -186,10 +195,10 @@ def fit(
             raise InputError("ranks belong to parallel: say which, as in parallel='zero1'")
         if run is None:
             fits = _each_predicted(model, batch, loss, module, arguments, several, budgets)
-        elif model is not None or module is not None or several.keys() - {"batch_size"}:
-            raise InputError("run says which step: leave out all else of it but batch_size")
+        elif model is not None or module is not None or several.keys() - {*_BESIDE_RUN}:
+            raise InputError("run says which step: leave out all else of it but batch_size, seq_len and dtype")
         else:
-            fits = _of_run(str(run), Path(runs), several.get("batch_size", ()), budgets)
+            fits = _of_run(str(run), Path(runs), several, budgets)
         found = _of_several(fits, names) if len(fits) > 1 or len(fits[0]) > 1 else _fitted(fits[0][0])
     peaks = {cell_name(one.workload): one.peak_bytes for one in found.steps or (found,)}
     _refuse_larger(peaks, limit, "fail_if_larger")
@@ -315,7 +324,7 @@ From = Annotated[
     str | None,
     Option(
         "A stored run, by a path, a part of its name or `last`: whether its step fits another card, or with another "
-        "--batch-size.",
+        "--batch-size, --seq-len or --dtype.",
         metavar="RUN",
     ),
 ]
@@ -334,7 +343,12 @@ Apart = Annotated[
 
 
 _QUESTIONS = ("--tensors", "--sweep", "--fake", "--against", "--parallel")
-_BESIDE_NO_RUN = tuple(flag for flag in (*flags_of("fit"), "--module", "--arg", *_QUESTIONS) if flag != "--batch-size")
+_BESIDE_RUN = ("batch_size", "seq_len", "dtype")
+_BESIDE_NO_RUN = tuple(
+    flag
+    for flag in (*flags_of("fit"), "--module", "--arg", *_QUESTIONS)
+    if flag.removeprefix("--").replace("-", "_") not in _BESIDE_RUN
+)
 
 
 @verb(
@@ -398,7 +412,7 @@ def command(
         return
     budgets = [budget_of_memory(memory)] if memory is not None else [*map(budget_of_device, device or ())]
     if from_ is not None:
-        fits = _of_run(from_, runs, workloads.options.get("batch_size", ()), budgets)
+        fits = _of_run(from_, runs, workloads.options, budgets)
         _show_table(fits, device or (), runs, save, shown, fail_if_larger)
         return
     mode = next((flag for flag, asked in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)) if asked), None)
@@ -460,21 +474,35 @@ def _moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int) -> 
     return answer_moments(shared)
 
 
-def _of_run(name: str, runs: Path, batch_sizes: Sequence[int], budgets: "Sequence[Budget]") -> "list[list[AnyFit]]":
-    """The predictions of a stored run's step, for each batch size and budget: by its workload, where that can be made
-    again, else by what it measured."""
+def _of_run(
+    name: str, runs: Path, choices: Mapping[str, tuple[Any, ...]], budgets: "Sequence[Budget]"
+) -> "list[list[AnyFit]]":
+    """The predictions of a stored run's step, of every combination of the choices and for each budget: by its workload,
+    where that can be made again, by what its watch has traced, or else by what it measured."""
     from stepscope.allocations.prediction.fit import fit_of_run
-    from stepscope.core.run_directory import find_run
+    from stepscope.core.run_directory import find_run_path, load_run
 
-    run = find_run(name, runs)
+    path = find_run_path(name, runs)
+    run = load_run(path)
     step = run.workload
+    several = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
     fits: list[list[AnyFit]] = []
-    for size in batch_sizes or (None,):
+    for changes in several:
+        memory = run.evidence.memory
+        measured = memory is not None and memory.allocated_peak is not None
         if isinstance(step, TextbookWorkload) and step.parallel == NOT_PARALLEL:
-            sized = step if size is None else msgspec.structs.replace(step, batch_size=size)
-            fits.append(_predicted(sized, budgets, search=len(batch_sizes) < 2))
+            sized = msgspec.structs.replace(step, **changes)
+            fits.append(_predicted(sized, budgets, search=len(several) == 1))
+        elif isinstance(step, WatchedWorkload) and (changes or not measured):
+            from stepscope.engine.traced_loop import fit_traced
+
+            directory = path if path.is_dir() else path.parent
+            fits.append([*fit_traced(run, directory, changes, budgets, search=len(several) == 1)])
+        elif others := [name for name in changes if name != "batch_size"]:
+            flags = " and ".join(ManyWorkloads({name: choices[name] for name in others}).flags)
+            raise InputError(f"run {run.id} answers for another batch or card: give its factory, --module, for {flags}")
         else:
-            fits.append([fit_of_run(run, size, budget) for budget in budgets or [None]])
+            fits.append([fit_of_run(run, changes.get("batch_size"), budget) for budget in budgets or [None]])
     return fits
 
 

@@ -223,6 +223,8 @@ class _Watching:
                 answer = answer_run(run, str(watched.saved_in) if watched.saved_in is not None else None)
                 lead = tuple(Line(line, "strong") for line in first_lines(run, directory))
                 show(render_answer(msgspec.structs.replace(answer, lead=(*lead, *answer.lead))), self._stream)
+            if run is not None:
+                watched.trace()
         except Exception as error:  # The process must end as the script ended, even if its run cannot be shown.
             self._say(f"what was measured cannot be shown: {one_line(error)}")
 

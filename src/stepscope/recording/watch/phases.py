@@ -55,6 +55,8 @@ class Phases:
         """Whether `inputs` is wanted."""
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """What the open forward was called with."""
+        self.heard: Callable[[Any], None] | None = None
+        """Is called with what a forward returned, where inputs are wanted."""
         self.evaluated: dict[type, tuple[str, str]] = {}
         """The class of each module that was called with gradients off, and the user's line of its first such call."""
         self.before_the_next: Callable[[], None] | None = None
@@ -211,9 +213,12 @@ def watch_forward(module: nn.Module, phases: Phases, *, training: bool | None) -
             return phases.inside(FORWARD, original, self, *args, **kwargs)
         phases.inputs = args, kwargs
         try:
-            return phases.inside(FORWARD, original, self, *args, **kwargs)
+            output = phases.inside(FORWARD, original, self, *args, **kwargs)
         finally:
             phases.inputs = None
+        if phases.heard is not None:
+            phases.heard(output)
+        return output
 
     return replace(type(module), "__call__", call)
 

@@ -147,16 +147,19 @@ class ObservedStep:
 
     name = "the memory of each phase"
 
-    def __init__(self, step: Step, phases: Phases, device: torch.device, keep: Callable[[PhaseMemory], None]) -> None:
+    def __init__(
+        self, step: Step, phases: Phases, device: torch.device, keep: Callable[[PhaseMemory], None], *more: Recorder
+    ) -> None:
+        """more: other recorders of that step, which allocate nothing on the device."""
         self._step, self._phases, self._device, self._keep = step, phases, device, keep
         self._peaks: PhasePeaks | None = None
-        self.recorders: tuple[Recorder, ...] = ()
+        self.recorders = more
 
     def begins(self, step: int) -> None:
         self._keep(PhaseMemory(parameter_bytes=parameter_bytes(self._step)))
         if self._device.type == "cuda":
             self._peaks = PhasePeaks(self._step, self._device)
-            self.recorders = (ForwardUntilBackward(self._step, self._phases, self._peaks),)
+            self.recorders = (ForwardUntilBackward(self._step, self._phases, self._peaks), *self.recorders)
 
     def is_over(self, step: int) -> bool:
         if self._peaks is not None:
