@@ -215,18 +215,40 @@ def union(intervals: pl.DataFrame, by: list[str], *, touching: bool = True) -> p
 
     Columns: `by`, start_ns, end_ns, and `merged` (how many).
     """
-    order = intervals.select(*by, "start_ns", (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")).sort(
-        [*by, "start_ns"]
-    )
-    reached = pl.col("end_ns").cum_max().shift(1).over(by) if by else pl.col("end_ns").cum_max().shift(1)
-    apart = pl.col("start_ns") > reached if touching else pl.col("start_ns") >= reached
-    fresh = (reached.is_null() | apart).cum_sum()
+    order = intervals.select(*by, "start_ns", (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"))
+    tracks = [] if all(is_one_value(order[name]) for name in by) else by
+    if tracks or not order["start_ns"].is_sorted():
+        order = order.sort([*tracks, "start_ns"])
+    reached = pl.col("end_ns").cum_max().over(tracks) if tracks else pl.col("end_ns").cum_max()
+    before = pl.col("end_ns").cum_max().shift(1).over(tracks) if tracks else pl.col("end_ns").cum_max().shift(1)
+    apart = pl.col("start_ns") > before if touching else pl.col("start_ns") >= before
+    order = order.with_columns(reached.alias("end_ns"), (before.is_null() | apart).alias("_fresh"))
+    # A piece begins with its first row, and ends where the ends up to its last row reach.
+    begins = order["_fresh"].arg_true()
+    ends = order["_fresh"].shift(-1, fill_value=True)
     return (
-        order.with_columns(fresh.alias("_piece"))
-        .group_by(*by, "_piece", maintain_order=True)
-        .agg(pl.col("start_ns").min(), pl.col("end_ns").max(), pl.len().alias("merged"))
-        .drop("_piece")
+        order.select(*by, "start_ns")
+        .filter(order["_fresh"])
+        .with_columns(
+            order["end_ns"].filter(ends),
+            (ends.arg_true() - begins + 1).alias("merged"),
+        )
     )
+
+
+def is_one_value(column: pl.Series) -> bool:
+    """Whether no two values differ."""
+    return not column.null_count() and (not len(column) or bool((column == column[0]).all()))
+
+
+def by_start(rows: pl.DataFrame, *ties: str) -> pl.DataFrame:
+    """The rows sorted by start_ns and, where some start together, by `ties`, nulls last.
+
+    Rows of one stream never do, and one key is sorted much sooner than several.
+    """
+    ordered = rows if rows["start_ns"].is_sorted() else rows.sort("start_ns", nulls_last=True)
+    together = (ordered["start_ns"] == ordered["start_ns"].shift(1)).any()
+    return rows.sort("start_ns", *ties, nulls_last=True) if together else ordered
 
 
 def lasting(intervals: pl.DataFrame) -> pl.DataFrame:

@@ -12,7 +12,7 @@ from typing import Literal, cast
 import polars as pl
 
 from stepscope.core.errors import InputError
-from stepscope.traces.nesting import by_thread
+from stepscope.traces.nesting import by_thread, is_one_value
 
 # Counters of a capture: figures that a profiler recorded over time, beside what ran.
 
@@ -509,6 +509,19 @@ _NO_START = pl.col("start_ns").is_null() | ((pl.col("start_ns") == 0) & (pl.col(
 """Whether a row of work, joined to its launch, has no start. A start of 0 is none where the launch is later."""
 
 
+def _may_overlap(rows: pl.DataFrame, places: list[str]) -> bool:
+    """Whether some row begins well before the end of the one before it in its place, where none need be sorted."""
+    alone = all(is_one_value(rows[place]) for place in places)
+    for one in [rows] if alone else rows.partition_by(places):
+        start_ns, end_ns = one["start_ns"], one["end_ns"]
+        if not start_ns.is_sorted():
+            order = start_ns.arg_sort()
+            start_ns, end_ns = start_ns.gather(order), end_ns.gather(order)
+        if (start_ns.shift(-1) < end_ns - _SHORT_NS).any():
+            return True
+    return False
+
+
 def cut_at_the_next(work: pl.DataFrame, calls: pl.DataFrame, damage: Damage) -> tuple[pl.DataFrame, Damage]:
     """Work of which no row outlasts later work of its stream: such a row is cut where the next begins.
 
@@ -520,7 +533,10 @@ def cut_at_the_next(work: pl.DataFrame, calls: pl.DataFrame, damage: Damage) -> 
     timed = (pl.col("stream") >= 0) & (pl.col("duration_ns") > 0) & ~_NO_START
     end_ns = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
     rows = work.select(*places, "start_ns", end_ns, "launch_ns", "duration_ns", "launch_row").with_row_index("row")
-    rows = rows.filter(timed).sort(*places, "start_ns", "end_ns")
+    rows = rows.filter(timed)
+    if not _may_overlap(rows, places):
+        return work, damage
+    rows = rows.sort(*places, "start_ns", "end_ns")
     begins_within = pl.col("start_ns").shift(-1) < pl.col("end_ns") - _SHORT_NS
     on_one_stream = pl.all_horizontal(pl.col(column) == pl.col(column).shift(-1) for column in places)
     if not rows.select((begins_within & on_one_stream).any()).item():

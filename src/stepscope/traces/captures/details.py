@@ -224,9 +224,11 @@ def host_calls(attribution: Attribution, calls: pl.DataFrame) -> pl.DataFrame:
     for the device `waits` and `waited_ns`."""
     columns = ["process", "thread", "start_ns", "name"]
     waiting = waits(attribution.table, attribution.work).with_columns(pl.lit(True).alias("waits"))
-    marked = calls.join(waiting.select(*columns, "waits").unique(), on=columns, how="left", maintain_order="left")
+    may_wait = pl.col("name").is_in(waiting["name"].unique().implode())
+    found = calls.filter(may_wait).join(waiting.select(*columns, "waits").unique(), on=columns, how="left")
+    rest = calls.filter(~may_wait.fill_null(False)).with_columns(pl.lit(None, pl.Boolean).alias("waits"))
     return _by_name(
-        marked,
+        pl.concat(part.select("name", "duration_ns", "waits") for part in (found, rest)),
         pl.col("name").cast(pl.String).str.replace(_VERSION, ""),
         pl.col("waits").fill_null(False).sum().cast(pl.Int64),
         pl.col("duration_ns").filter("waits").sum().alias("waited_ns"),
@@ -376,11 +378,11 @@ def queues(attribution: Attribution) -> tuple[Queue, ...]:
     """The queue of each device; none for a CPU, and where no launch is recorded."""
     if attribution.table.on_cpu:
         return ()
-    launched = attribution.work.filter(pl.col("launch_ns").is_not_null()).select(
+    launched = attribution.work.select(
         "device",
         "launch_ns",
         pl.max_horizontal("start_ns", "launch_ns").alias("start_ns"),  # clocks of host and device may differ a little
-    )
+    ).filter(pl.col("launch_ns").is_not_null())
     return tuple(
         _queue(device, launched.filter(pl.col("device") == device))
         for device in launched["device"].unique().sort().to_list()
@@ -395,10 +397,9 @@ def _queue(device: int, work: pl.DataFrame) -> Queue:
                 work.select(pl.col("start_ns").alias("at_ns"), pl.lit(-1, pl.Int64).alias("change")),
             ]
         )
-        .group_by("at_ns")
-        .agg(pl.col("change").sum())
         .sort("at_ns")
         .with_columns(pl.col("change").cum_sum().alias("length"))
+        .filter(pl.col("at_ns").ne_missing(pl.col("at_ns").shift(-1)))  # what follows from all changes of a moment
         .with_columns((pl.col("at_ns").shift(-1) - pl.col("at_ns")).fill_null(0).alias("lasts_ns"))
     )
     area = (changes["length"] * changes["lasts_ns"]).cum_sum()
@@ -814,7 +815,10 @@ def _operators(head: str, summary: TraceSummary, _: View) -> Table:
     )  # fmt: skip
 
 
-@_detail("kernel durations, us")
+KERNEL_TIMES = "kernel durations, us"
+
+
+@_detail(KERNEL_TIMES)
 def _kernel_times(head: str, summary: TraceSummary, _: View) -> Table:
     """The table of durations, without columns that the capture does not record."""
     frame = kernel_times(summary.attribution)

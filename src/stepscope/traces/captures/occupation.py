@@ -26,7 +26,7 @@ from typing import cast
 import polars as pl
 
 from stepscope.traces.captures.attribution import Attribution
-from stepscope.traces.nesting import open_rows, union
+from stepscope.traces.nesting import by_start, open_rows, union
 from stepscope.traces.table import TraceTable, fits, named
 
 # Exact arithmetic on sets of disjoint intervals: their length, and the time that they cover in each window.
@@ -99,8 +99,9 @@ def overlap(attribution: Attribution) -> tuple[Overlap, ...]:
         return ()
     overlaps: list[Overlap] = []
     communicates = pl.col("family") == "communication"
-    for device in attribution.kernels["device"].unique().sort().to_list():
-        kernels = attribution.kernels.filter(pl.col("device") == device)
+    all_kernels = attribution.kernels.select("device", "family", "name", "start_ns", "duration_ns")
+    for device in all_kernels["device"].unique().sort().to_list():
+        kernels = all_kernels.filter(pl.col("device") == device)
         collectives = kernels.filter(communicates)
         computation, communication = pieces(kernels.filter(~communicates)), pieces(collectives)
         ends = collectives["start_ns"] + collectives["duration_ns"]
@@ -298,8 +299,8 @@ def occupation(attribution: Attribution) -> Occupation | None:
             .with_columns(pl.col("start_ns").clip(lower_bound=first), end_ns.clip(upper_bound=last).alias("_end_ns"))
             .with_columns((pl.col("_end_ns") - pl.col("start_ns")).alias("duration_ns"))
             .drop("_end_ns")
-            .sort("start_ns", "launch_ns", nulls_last=True)
         )
+        inside = by_start(inside, "launch_ns")
         gaps = _gaps(inside)
         between.append(gaps)
         devices.append(

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import msgspec
 import polars as pl
@@ -42,7 +43,7 @@ from stepscope.traces.captures.occupation import (
 )
 from stepscope.traces.kernels.families import is_generated
 from stepscope.traces.kernels.names import decode
-from stepscope.traces.nesting import union
+from stepscope.traces.nesting import is_one_value, union
 from stepscope.traces.roofline import Roofline, roofline
 
 # The critical path of one step: the chain of device work, launches and host time that its end waited for.
@@ -123,13 +124,14 @@ def critical_path(
 
     None for a CPU trace, and if the device has no such step.
     """
-    work = attribution.work.filter(pl.col("duration_ns") > 0)
+    end_ns = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+    places = ("device", "stream", "process", "launch_ns", "launch_thread", "name", "family", "phase", "step")
+    work = attribution.work.select("start_ns", "duration_ns", *places, end_ns).filter(pl.col("duration_ns") > 0)
     if attribution.table.on_cpu or not work.height:
         return None
-    end_ns = pl.col("start_ns") + pl.col("duration_ns")
     if device is None:
-        device = int(work.sort(end_ns, "device")["device"].to_list()[-1])
-    work = work.filter(pl.col("device") == device).with_columns(end_ns.alias("end_ns"))
+        device = int(cast("int", work.filter(pl.col("end_ns") == pl.col("end_ns").max())["device"].max()))
+    work = work.filter(pl.col("device") == device)
     window = _step_window(work, step)
     if window is None:
         return None
@@ -511,9 +513,15 @@ class TraceSummary:
         if attribution.table.on_cpu or self.ranged or not attribution.kernels.height:
             return {}
         end_ns = pl.col("start_ns") + pl.col("duration_ns")
-        ordered = attribution.kernels.filter(pl.col("kind") != "graph").sort("device", "start_ns")
+        ordered = attribution.kernels.select("device", "phase", "kind", "start_ns", "duration_ns")
+        ordered = ordered.filter(pl.col("kind") != "graph")
+        if not (is_one_value(ordered["device"]) and ordered["start_ns"].is_sorted()):
+            ordered = ordered.sort("device", "start_ns")
+        changes = pl.any_horizontal(
+            pl.col(name).ne_missing(pl.col(name).shift(1)).fill_null(True) for name in ("device", "phase")
+        )
         passes = (
-            ordered.group_by(pl.struct("device", "phase").rle_id().alias("pass"), "phase")
+            ordered.group_by(changes.cum_sum().alias("pass"), "phase")
             .agg((end_ns.max() - pl.col("start_ns").min()).alias("span"))
             .group_by("phase")
             .agg(pl.len().alias("passes"), pl.col("span").sum())
