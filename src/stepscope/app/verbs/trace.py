@@ -1,7 +1,7 @@
 """`trace`: where the time of a captured step went, whichever profiler captured it. Needs no PyTorch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,12 +74,15 @@ def trace(
     return Traced(place, summary, findings, shown_answer(answer_trace(summary, findings, str(place))))
 
 
-def load_summary(path: Path) -> "TraceSummary":
-    """Read and attribute a capture, with the run it belongs to where one lies beside it."""
+def load_summary(path: Path, *, launch_sizes: bool = True) -> "TraceSummary":
+    """Read and attribute a capture, with the run it belongs to where one lies beside it.
+
+    launch_sizes: whether the grid, block and registers of kernels are needed.
+    """
     give_pages_back()  # before polars is imported
     from stepscope.traces.captures.digest import load_capture
 
-    return load_capture(path, say=warn)
+    return load_capture(path, say=warn, launch_sizes=launch_sizes)
 
 
 Between = Annotated[
@@ -226,7 +229,8 @@ def command(
             return EXIT_DONE
         return _show_job(captures, perfetto, save, shown)
     place = captures[0] if rank is None else _capture_of_rank(captures, rank)
-    summary = load_summary(place)
+    unseen = not shown.json and cut is None and perfetto is None and not _names_kernel_times(shown.only)
+    summary = load_summary(place, launch_sizes=not unseen)
     part = selection.part(summary, place)
     if against is not None:
         _compare(selection.part(load_summary(against), against), part, against, place, shown)
@@ -242,7 +246,8 @@ def command(
     captures = captured_graphs(read_trace(graph_capture)) if graph_capture is not None else ()
     if graph_capture is not None and not captures:
         raise InputError(f"--graph-capture {graph_capture}: no CUDA graph is captured in this trace")
-    view = View(only=shown.only, top=top, sort=sort, captures=captures)
+    alone = bool(shown.only) and save is None
+    view = View(only=shown.only, top=top, sort=sort, captures=captures, alone=alone)
     if cut is not None:
         from stepscope.rendering.chrome_trace import write_cut
 
@@ -256,9 +261,18 @@ def command(
         shown.show(document=document)
     else:
         answer = answer_trace(part, findings, str(place), view)
+        if alone and not answer.has(shown.only or ""):
+            answer = answer_trace(part, findings, str(place), replace(view, alone=False))
         _check_only(answer, shown.only)
         shown.show(answer, document=document, save=save)
     return exit_code_of(findings)
+
+
+def _names_kernel_times(only: str | None) -> bool:
+    """Whether --only names the table of kernels' durations, which alone says how they were launched."""
+    from stepscope.traces.captures.details import KERNEL_TIMES
+
+    return bool(only) and only.casefold() in KERNEL_TIMES
 
 
 def _write_perfetto(captures: Sequence[tuple[str, "TraceSummary", int]], out: Path, sources: Sequence[Path]) -> None:

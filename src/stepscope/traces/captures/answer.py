@@ -65,10 +65,13 @@ _NAMED_SHARE = 0.005
 def answer_trace(summary: TraceSummary, findings: tuple[Finding, ...], source: str, view: View | None = None) -> Answer:
     """The answer of a capture: what ran, the time by phase, family, kernel and module, and the findings.
 
-    `view`: which of the further tables are asked for, and how many rows of them.
+    `view`: which of the further tables are asked for, and how many rows of them. Where it wants one table `alone`,
+    the answer has that table and the findings, and nothing else is made.
     """
     view = view or View()
     run = summary.run
+    if view.alone:
+        return Answer(study="trace", question="", tables=tuple(_tables(summary, view)), findings=findings, checked=True)
     return Answer(
         study="trace",
         question=f"Where does the time of {source} go?",
@@ -87,19 +90,23 @@ def _tables(summary: TraceSummary, view: View) -> Iterator[Table]:
     if summary.part is not None and not summary.attribution.work.height:
         yield text("Nothing was launched there.")
         return
-    yield _phase_table(summary)
-    yield _family_table(summary)
+    if view.wants("phase, a step"):
+        yield _phase_table(summary)
+    if view.wants("family, ms a step"):
+        yield _family_table(summary)
     for phase in summary.phase_names:
-        yield _kernel_table(summary, phase)
-    if summary.attention and not summary.ranged:
+        if view.wants(f"top of {phase}"):
+            yield _kernel_table(summary, phase)
+    softmax = "kernels of softmax, in forward"
+    if (view.wants("attention in forward") or view.wants(softmax)) and summary.attention and not summary.ranged:
         yield _attention_table(summary)
-        if softmax := summary.softmax_kernels():
-            yield _kernels(summary, "kernels of softmax, in forward", softmax)
-    if summary.has_modules:
+        if rows := summary.softmax_kernels():
+            yield _kernels(summary, softmax, rows)
+    if view.wants("module, ms a step") and summary.has_modules:
         yield _module_table(summary)
     if summary.roofline is not None:
         yield from roofline_tables(summary.roofline)
-    if summary.occupation is not None:
+    if view.wants("idle, a step") and summary.occupation is not None:
         yield _idle_table(summary)
     yield from detail_tables(summary, view)
 

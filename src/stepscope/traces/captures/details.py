@@ -585,13 +585,19 @@ _PARTS = (0, 20, 40, 60, 80)
 class View:
     """What is asked of the tables: `only` names one, `top` is how many rows, `sort` the column that orders them.
 
-    `captures`: graphs as another trace captured them.
+    `captures`: graphs as another trace captured them. `alone`: nothing beside the tables that `only` names is looked
+    at.
     """
 
     only: str | None = None
     top: int | None = None
     sort: str | None = None
     captures: tuple[Captured, ...] = ()
+    alone: bool = False
+
+    def wants(self, head: str) -> bool:
+        """Whether the table of that head is made: any, unless one is wanted alone."""
+        return not self.alone or (self.only or "").casefold() in head.casefold()
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,10 @@ from stepscope.traces.table import TraceTable
 # Reads any capture that stepscope knows, told apart by its content rather than its name.
 
 
-def read_trace(path: Path) -> TraceTable:
+def read_trace(path: Path, *, launch_sizes: bool = True) -> TraceTable:
     """The TraceTable of a Kineto trace, an nsys export or report, or of the capture in a run directory.
+
+    launch_sizes: whether the grid, block and registers of kernels are needed, where they take time to read.
 
     Raises InputError, naming the file and the remedy, for everything that is no whole capture.
     """
@@ -37,7 +39,7 @@ def read_trace(path: Path) -> TraceTable:
             with capture.open("rb") as file:
                 head = file.read(64)
             check_no_pointer(capture, head)
-        table = read_nsys(capture, head)
+        table = read_nsys(capture, head, launch_sizes=launch_sizes)
         return table if table is not None else read_kineto(capture)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
@@ -204,12 +206,12 @@ def load_digest(directory: Path, tool: str = "kineto") -> TraceDigest | None:
 # Reads a capture, with the run that left it.
 
 
-def load_capture(path: Path, *, say: Callable[[str], None]) -> TraceSummary:
+def load_capture(path: Path, *, say: Callable[[str], None], launch_sizes: bool = True) -> TraceSummary:
     """Read and attribute a capture, with the run it belongs to where one lies beside it.
 
-    `say` is told in one line why a run beside it is left out.
+    `launch_sizes`: as in `read_trace`. `say` is told in one line why a run beside it is left out.
     """
-    attribution = attribute(read_trace(path))
+    attribution = attribute(read_trace(path, launch_sizes=launch_sizes))
     attribution.self_check()
     run, folder = None, find_capture(path).parent
     if (folder / run_directory.RUN_FILE).is_file():

@@ -263,7 +263,8 @@ def utf8(value: bytes | str | None) -> str:
 
 
 _GRID, _BLOCK = ("gridX", "gridY", "gridZ"), ("blockX", "blockY", "blockZ")
-DETAILS = ("bytes", "srcKind", "dstKind", *_GRID, *_BLOCK, "registersPerThread")
+_OF_COPIES = ("bytes", "srcKind", "dstKind")
+DETAILS = (*_OF_COPIES, *_GRID, *_BLOCK, "registersPerThread")
 """Columns of the tables of work that are read where they are there."""
 
 _MEMORY = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device Static", 6: "Managed Static"}
@@ -426,15 +427,17 @@ _LONGEST_REMARK = 200
 _COPY_NAMES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 
 
-def read_nsys(path: Path, head: bytes) -> TraceTable | None:
+def read_nsys(path: Path, head: bytes, *, launch_sizes: bool = True) -> TraceTable | None:
     """The TraceTable of an export (SQLite, also in gzip, or a parquetdir) or of a report, which nsys exports here.
+
+    launch_sizes: whether to read the grid, block and registers of kernels, which take a third of the time.
 
     None where the file, which begins with `head`, is none of these. Raises InputError where it lacks CUDA activity.
     """
     if path.is_dir():
-        return _Reader(ParquetTables(path)).table()
+        return _Reader(ParquetTables(path), launch_sizes).table()
     if head.startswith(SQLITE):
-        return _Reader(SqliteTables(path)).table()
+        return _Reader(SqliteTables(path), launch_sizes).table()
     if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm") or head.startswith((b"NSYS", b"QDSTRM")):
         database = exported(path)
     elif head.startswith(b"\x1f\x8b") and _holds_sqlite(path):
@@ -442,7 +445,7 @@ def read_nsys(path: Path, head: bytes) -> TraceTable | None:
     else:
         return None
     with database as sqlite:
-        return _Reader(SqliteTables(sqlite, named=path)).table()
+        return _Reader(SqliteTables(sqlite, named=path), launch_sizes).table()
 
 
 def _holds_sqlite(path: Path) -> bool:
@@ -481,8 +484,9 @@ def exported(path: Path) -> Generator[Path]:
 class _Reader:
     """Reads the tables of an export, and counts the rows without a place and those that are damaged."""
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: Tables, launch_sizes: bool) -> None:
         self._tables = tables
+        self._details = DETAILS if launch_sizes else _OF_COPIES
         self._other: dict[str, int] = {}
         self._damage = Damage()
         strings = pl.DataFrame(schema={"id": pl.Int64, "value": pl.String})
@@ -657,7 +661,7 @@ class _Reader:
         present = self._tables.columns(table)
         texts = [name for name in _NAMES if name in present and self._tables.is_text(table, name)]
         optional = ("deviceId", "streamId", "correlationId", "globalPid", "graphNodeId")
-        wanted = (*optional, *DETAILS, *_NAMES, "copyKind", "graphId")
+        wanted = (*optional, *self._details, *_NAMES, "copyKind", "graphId")
         numbers = ["start", "end", *(name for name in wanted if name in present and name not in texts)]
         absent = [pl.lit(NO_NUMBER, pl.Int64).alias(name) for name in optional if name not in present]
         for frame in self._timed(table, numbers, texts, WORK):
