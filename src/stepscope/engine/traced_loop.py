@@ -7,19 +7,20 @@ all three sizes. What is kept is the order of allocations and releases with thes
 """
 
 import contextlib
-import copy
 import gc
 import inspect
+import io
 import itertools
 import math
 import os
+import pickle
 import sys
 import time
 import types
 import weakref
 import zlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -57,7 +58,9 @@ class Sketch(Recorder):
     _root: nn.Module | None = weakly(or_none=True)
     _optimizer: torch.optim.Optimizer | None = weakly(or_none=True)
 
-    def __init__(self, loop: LoopStep, phases: Phases) -> None:
+    def __init__(self, loop: LoopStep, phases: Phases, inside_compiled: Callable[[], bool]) -> None:
+        """inside_compiled: tells whether a step ends inside of what is compiled, which must meet nothing new."""
+        self._inside_compiled = inside_compiled
         self._phases, self._root, self._optimizer = phases, loop.forward_module, loop.optimizer
         self.accumulation = loop.micro_batches
         self.why_not: str | None = _why_not(loop)
@@ -65,11 +68,12 @@ class Sketch(Recorder):
         self.batch: Any = None
         """What forward was called with, of the largest micro-batch."""
         self._returned: list[weakref.ref[Tensor]] = []
-        self._keeps_output = self._keeps_gradients = self._zeroes_late = self._converts = False
-        self._model: nn.Module | None = None
-        self._update: torch.optim.Optimizer | None = None
+        self._keeps_output = self._keeps_gradients = self._zeroes_late = False
+        self._packed: _Packed | None = None
 
     def step_begins(self) -> None:
+        if self.why_not is None and self._inside_compiled():
+            self.why_not = "its step is compiled"
         if self.why_not is None:
             self._phases.keeps_inputs, self._phases.heard = True, self._hear
             self._forwards = self._backwards = 0
@@ -82,8 +86,7 @@ class Sketch(Recorder):
         if name == FORWARD and inputs is not None:
             self._keeps_gradients = self._keeps_gradients or (not self._forwards and has_gradients)
             self._forwards += 1
-            with _Unfilled():
-                batch = _batch(root, *inputs)
+            batch = _batch(root, *inputs)
             if _elements(batch) > _elements(self.batch):
                 self.batch = batch
         elif name == BACKWARD:
@@ -95,7 +98,7 @@ class Sketch(Recorder):
 
     def step_ends(self) -> None:
         self._phases.keeps_inputs, self._phases.heard = False, None
-        if self.why_not is not None or self._model is not None:
+        if self.why_not is not None or self._packed is not None:
             return
         try:
             self._copy()
@@ -112,20 +115,11 @@ class Sketch(Recorder):
         if root is None or optimizer is None or self.batch is None:
             self.why_not = "the loop ended before its model was looked at"
             return
-        memo: dict[int, Any] = {}
-        with torch.no_grad(), _Unfilled():
-            model: nn.Module = copy.deepcopy(root, memo)
-            groups: list[dict[str, Any]] = copy.deepcopy(optimizer.param_groups, memo)
-        for module in model.modules():
-            if "forward" in vars(module):
-                self._converts = _own_forward(module) or self._converts
-        update = type(optimizer).__new__(type(optimizer))
-        kept = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad")}
-        hooks: dict[str, Any] = {
+        kept = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad", "state")}
+        kept |= {
             name: OrderedDict[int, Any]() for name, value in kept.items() if isinstance(value, OrderedDict)
-        }
-        vars(update).update(kept, **hooks, param_groups=groups, state=defaultdict(dict))
-        self._model, self._update = model, update
+        }  # hooks
+        self._packed = _Packed((root, type(optimizer), kept))
 
     @property
     def sizes(self) -> tuple[int, int | None]:
@@ -138,19 +132,18 @@ class Sketch(Recorder):
 
     def user_module(self, batch_size: int, seq_len: int | None) -> UserModule:
         """The model with a batch of these sizes, to be run on fake tensors; made anew for each call."""
-        memo: dict[int, Any] = {}
-        with torch.no_grad(), _Unfilled():
-            model, optimizer = copy.deepcopy(self._model, memo), copy.copy(self._update)
-            assert model is not None and optimizer is not None
-            optimizer.param_groups = copy.deepcopy(optimizer.param_groups, memo)
-        optimizer.state = defaultdict(dict)
+        assert self._packed is not None
+        model, kind, kept = self._packed.made()
+        optimizer: torch.optim.Optimizer = kind.__new__(kind)
+        vars(optimizer).update(kept, state=defaultdict[Tensor, Any](dict))
+        converts = sum(_own_forward(module) for module in model.modules() if "forward" in vars(module)) > 0
         held: list[Any] = []
         zero = optimizer.zero_grad
         if self._keeps_gradients:
             vars(optimizer)["zero_grad"] = lambda set_to_none=True: None
 
         def loss(output: Any) -> Any:
-            if self._converts and torch.is_autocast_enabled("cpu"):
+            if converts and torch.is_autocast_enabled("cpu"):
                 convert: Any = sys.modules["accelerate.utils.operations"]
                 output = convert.convert_to_fp32(output)
             held[:] = [output] if self._keeps_output else []
@@ -184,26 +177,64 @@ def _why_not(loop: LoopStep) -> str | None:
     return None
 
 
-_DEEPCOPY: Any = vars(Tensor)["__deepcopy__"]
+class _Packed:
+    """Objects as bytes: no copy of them lives until it is made. Of a tensor its size is kept, and not its values; code
+    is kept by reference, since a script's own has no name to be found by."""
+
+    def __init__(self, thing: Any) -> None:
+        self._stream, self._beside = io.BytesIO(), list[Any]()
+        places: dict[int, int] = {}
+
+        def place(value: Any) -> int | None:
+            key, is_tensor = id(value), isinstance(value, Tensor)
+            if not is_tensor and not isinstance(value, _BY_REFERENCE):
+                return None
+            if key not in places:
+                places[key] = len(self._beside)
+                self._beside.append(_Empty(value) if is_tensor else value)
+            return places[key]
+
+        pickler: Any = pickle.Pickler(self._stream, pickle.HIGHEST_PROTOCOL)
+        pickler.persistent_id = place
+        pickler.dump(thing)
+
+    def made(self) -> Any:
+        """A new copy, with tensors whose memory in the host is never touched."""
+        made: dict[int, Any] = {}
+
+        def load(place: int) -> Any:
+            beside = self._beside[place]
+            if place not in made:
+                made[place] = beside.made() if isinstance(beside, _Empty) else beside
+            return made[place]
+
+        self._stream.seek(0)
+        unpickler: Any = pickle.Unpickler(self._stream)
+        unpickler.persistent_load = load
+        return unpickler.load()
 
 
-class _Unfilled(TorchFunctionMode):
-    """A mode in which a copy of a tensor has its size and not its values. It lies in the host's memory, of which it
-    takes addresses alone; small integers and conditions keep their values."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEEPCOPY:
-            return args[1].setdefault(id(args[0]), _unfilled(args[0]))
-        return _unfilled(args[0]) if func is Tensor.clone else func(*args, **(kwargs or {}))
+_BY_REFERENCE: tuple[Any, ...] = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, weakref.ref)
 
 
-def _unfilled(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
-        raise InputError(f"it holds a {type(tensor).__name__} of {tuple(tensor.shape)}, which is no plain tensor")
-    if not (tensor.is_floating_point() or tensor.is_complex()) and tensor.nbytes <= LARGEST_REAL:
-        return tensor.detach().to("cpu", copy=True)
-    new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return new.requires_grad_(tensor.requires_grad)
+class _Empty:
+    """A tensor's size, stride and dtype; of small integers and conditions the values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
+            raise InputError(f"it holds a {type(tensor).__name__} of {tuple(tensor.shape)}, which is no plain tensor")
+        self._is_parameter, self._needs_gradient = isinstance(tensor, nn.Parameter), tensor.requires_grad
+        self._size, self._dtype = (tensor.shape, tensor.stride()), tensor.dtype
+        floats = tensor.is_floating_point() or tensor.is_complex()
+        self._values = None if floats or tensor.nbytes > LARGEST_REAL else tensor.detach().to("cpu", copy=True)
+
+    def made(self) -> Tensor:
+        if self._values is not None:
+            return nn.Parameter(self._values.clone(), False) if self._is_parameter else self._values.clone()
+        tensor = torch.empty_strided(*self._size, dtype=self._dtype, device="cpu")
+        if self._is_parameter:
+            return nn.Parameter(tensor, self._needs_gradient)
+        return tensor.requires_grad_(self._needs_gradient)
 
 
 def _own_forward(module: nn.Module) -> bool:
@@ -226,7 +257,7 @@ def _batch(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     batch = dict(kwargs) if kwargs else args
 
     def copied(leaf: Any) -> Any:
-        return leaf.clone().detach() if isinstance(leaf, Tensor) else leaf
+        return _Empty(leaf).made() if isinstance(leaf, Tensor) else leaf
 
     return tree_map(copied, batch)
 

@@ -478,7 +478,7 @@ class WatchedRun:
             changes=lambda: readings.changes,
             inside_compiled=lambda: self.watch.step_is_compiled,
         )
-        self._sketch = Sketch(loop, phases)
+        self._sketch = Sketch(loop, phases, lambda: self.watch.step_is_compiled)
         observed = ObservedStep(step, phases, device, draft.keep_memory, self._sketch)
         if os.environ.get("RANK", "0") == "0":
             self._count = StepCount(self.watch, loop)
