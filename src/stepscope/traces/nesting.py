@@ -189,6 +189,7 @@ class Nest:
 
 def numbered(frame: pl.DataFrame, by: list[str]) -> pl.Series:
     """One integer for each distinct combination of the columns `by`, row by row."""
+    by = [name for name in by if not is_one_value(frame[name])] or by[:1]
     distinct = frame.select(by).unique().sort(by).with_row_index("number")
     joined = frame.select(by).join(distinct, on=by, how="left", maintain_order="left", nulls_equal=True)
     return joined["number"].cast(pl.Int64)

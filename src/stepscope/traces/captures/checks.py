@@ -282,9 +282,13 @@ def correlation_repeats(summary: TraceSummary) -> Finding | None:
     table = summary.attribution.table
     if table.on_cpu:
         return None
-    kernels = summary.attribution.kernels.filter(
+    kernels = summary.attribution.kernels.select("kind", "process", "correlation", "duration_ns", "launch_row")
+    kernels = kernels.filter(
         (pl.col("kind") == "kernel") & pl.col("correlation").is_not_null() & (pl.col("correlation") != 0)
-    ).select("process", "correlation", "duration_ns", "launch_row")
+    )
+    ids = kernels["correlation"].sort()
+    if not (ids == ids.shift(1)).any():  # nor in any process
+        return None
     shared = kernels.filter(pl.struct("process", "correlation").is_duplicated())
     if not shared.height:
         return None

@@ -1,0 +1,172 @@
+"""What reading a file costs beside the least that any program pays for it: processor time, and peak memory.
+
+    python benchmarks/reading.py [--repeats 5] [--size 199MB] [--nsys CAPTURE] [--json FILE]
+    python benchmarks/reading.py --show FILE...
+
+Each runs as a fresh process on a file in the page cache, in turn with its peer; the least processor time of each
+counts, since what others do on the machine only adds to it.
+"""
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from nsys_tiles import tile_nsys
+from stepscope.core.environment import Environment
+from stepscope.core.errors import StepscopeError
+from stepscope.core.units import parse_bytes
+from stepscope.recording.environment import read_environment
+from stored import Sample, measure_or_show
+
+HERE = Path(__file__).parent
+NSYS = HERE.parent / "tests" / "data" / "nsys_train.sqlite.gz"
+
+
+class Race(msgspec.Struct, frozen=True, kw_only=True):
+    """Two commands, after the interpreter, on one file."""
+
+    name: str
+    ours: tuple[str, ...]
+    peer_name: str
+    peer: tuple[str, ...]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One race: the least processor seconds of both, and our least peak."""
+
+    name: str
+    ours_s: float
+    peer: str
+    peer_s: float
+    ratio: float
+    peak_mib: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The benchmark's result."""
+
+    date: str
+    environment: Environment
+    repeats: int
+    rows: tuple[Row, ...]
+
+
+def nsys_races(folder: Path, capture: Path, size_bytes: int) -> list[Race]:
+    """A tiled export: the screen, all that is known, one table; each beside a sweep of the same rows."""
+    file = folder / "nsys.sqlite"
+    made = tile_nsys(capture, file, size_bytes, ranges=False)
+    what = f"nsys {made.bytes / 1e6:.0f} MB, {made.kernels:,} kernels"
+    sweep = (str(HERE / "peers" / "with_sqlite3_sweep.py"), str(file))
+    ways = {"screen": (), "--json": ("--json",), "--only phase": ("--only", "phase")}
+    return [
+        Race(
+            name=f"{what}, {way}",
+            ours=("-m", "stepscope", "trace", str(file), *options),
+            peer_name="sqlite3 sweep",
+            peer=sweep,
+        )
+        for way, options in ways.items()
+    ]
+
+
+def sample_of(command: tuple[str, ...]) -> Sample:
+    """One fresh process. Raises StepscopeError where it fails."""
+    with tempfile.TemporaryDirectory() as name:
+        errors = Path(name, "errors")
+        wrapper = [sys.executable, "-I", "-S", str(HERE / "timed_process.py"), "", str(Path(name, "printed"))]
+        done = subprocess.run([*wrapper, str(errors), sys.executable, *command], capture_output=True, check=True)
+        told = json.loads(done.stdout)
+        if told["exit_code"]:
+            raise StepscopeError(f"{' '.join(command)}: {errors.read_text(errors='replace').strip()}")
+    return msgspec.convert(told["sample"], type=Sample)
+
+
+def row_of(race: Race, repeats: int) -> Row:
+    """Both in turn."""
+    sys.stderr.write(f"{race.name}\n")
+    pairs = [(sample_of(race.ours), sample_of(race.peer)) for _ in range(repeats)]
+    ours, peer = (min(pair[i].cpu_s for pair in pairs) for i in range(2))
+    return Row(
+        name=race.name,
+        ours_s=ours,
+        peer=race.peer_name,
+        peer_s=peer,
+        ratio=ours / peer,
+        peak_mib=min(one.peak_bytes for one, _ in pairs) / 2**20,
+    )
+
+
+def measure_all(arguments: argparse.Namespace) -> Report:
+    """All races."""
+    with tempfile.TemporaryDirectory() as name:
+        races = nsys_races(Path(name), arguments.nsys, parse_bytes(arguments.size))
+        rows = tuple(row_of(race, arguments.repeats) for race in races)
+    return Report(
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        environment=read_environment(torch.device("cpu")),
+        repeats=arguments.repeats,
+        rows=rows,
+    )
+
+
+HEADS = ("what", "ours", "peer", "its", "ratio", "peak")
+
+
+def cells(report: Report) -> list[tuple[str, ...]]:
+    """The rows as texts."""
+    return [
+        (
+            row.name,
+            f"{row.ours_s:.2f} s",
+            row.peer,
+            f"{row.peer_s:.2f} s",
+            f"{row.ratio:.2f}",
+            f"{row.peak_mib:.0f} MiB",
+        )
+        for row in report.rows
+    ]
+
+
+def render(report: Report, console: Console) -> None:
+    """The report as a table for a person."""
+    table = Table(
+        *HEADS, title=f"{report.environment.described}; {report.date}; least of {report.repeats}, CPU seconds"
+    )
+    for row in cells(report):
+        table.add_row(*row)
+    console.print(table)
+
+
+def render_markdown(report: Report) -> str:
+    """The report as Markdown."""
+    head = f"{report.environment.described}; {report.date}; least of {report.repeats}, CPU seconds"
+    rows = (HEADS, ("---",) * len(HEADS), *cells(report))
+    return "\n".join([head, "", *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nsys", type=Path, default=NSYS, metavar="CAPTURE", help="an export that is tiled")
+    parser.add_argument("--size", default="199MB", help="bytes of the tiled files")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, or show what was measured."""
+    measure_or_show(parse_arguments(), Report, measure=measure_all, render=render, render_markdown=render_markdown)
+
+
+if __name__ == "__main__":
+    main()
