@@ -41,7 +41,7 @@ from stepscope.questions.tuning_answer import answer_tuned
 from stepscope.questions.tuning_curves import Training, curves, departs_at, losses_of, trained, why_not_compared
 from stepscope.questions.tuning_races import Racing, Turns, beside, compiled_s, p_value_of, steps_s
 from stepscope.recording.step import drive
-from stepscope.rendering.terminal import plain_text, render_answer
+from stepscope.rendering.cells import plain_text
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, make_run, mini, workload
 
@@ -562,7 +562,7 @@ def test_the_answer_says_what_to_use_and_how_sure_it_is():
         curves=(curve("baseline"), curve("fastest")),
     )  # fmt: skip
     answer = answer_tuned(found)
-    told = [line.split() for line in plain_text(render_answer(answer)).splitlines()]
+    told = [line.split() for line in plain_text(answer).splitlines()]
     assert ["baseline", "40", "ms", "2.00", "GiB"] in told and ["fastest", "20", "ms", "1.00", "GiB"] in told
     assert "2.00 times as fast (interval 1.60 to 2.50; 5 processes a side)" in answer.lead[-1].text
     assert answer.asides[0].startswith("Measure it: stepscope run --model") and "--graph step" in answer.asides[0]

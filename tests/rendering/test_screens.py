@@ -16,7 +16,8 @@ from stepscope.app.cli.app import app
 from stepscope.app.cli.output import present
 from stepscope.core.answer import Answer, Line
 from stepscope.core.answer import Table as Figures
-from stepscope.rendering.terminal import NARROWEST, CleanConsole, fitted, plain_text, render_answer
+from stepscope.rendering.cells import plain_text
+from stepscope.rendering.terminal import NARROWEST, CleanConsole, fitted
 from tests.shown import check_golden
 
 pytestmark = pytest.mark.slow
@@ -167,4 +168,4 @@ def test_a_line_keeps_its_first_column_and_drops_the_last():
 def test_a_pipe_gets_no_colours_even_where_the_environment_forces_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     answer = Answer(study="demo", question="Is it plain?", lead=(Line("It is.", "strong"),), tables=())
-    assert plain_text(render_answer(answer)) == "It is.\n"
+    assert plain_text(answer) == "It is.\n"

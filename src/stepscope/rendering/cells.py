@@ -1,10 +1,11 @@
-"""What every renderer needs of an answer: the text of a cell, its bare figure, and its sentences."""
+"""What every renderer needs of an answer: the text of a cell, its bare figure, its sentences; and its plain text."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 
-from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, Node, Severity, Table, Tone
+from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Finding, Line, Node, Severity, Table, Tone
 from stepscope.core.errors import LONGEST_MESSAGE, LONGEST_NAME, printable
 from stepscope.core.units import UNITS, figure_text
 
@@ -45,17 +46,21 @@ def is_figures(table: Table, column: int) -> bool:
 
 def row_texts(table: Table) -> list[list[str]]:
     """Each row's cells as people read them. Different names that look the same, once cleaned and cut, are numbered."""
-    texts: list[list[str]] = []
-    for row in table.rows:
-        plain = [_text(cell, unit_of(table, column)) for column, cell in enumerate(row)]
-        marks = [cell.mark if isinstance(cell, Doubted) else "" for cell in row]
-        texts.append([f"{text} {mark}" if text and mark else text for text, mark in zip(plain, marks, strict=True)])
-    for column in range(len(table.columns)):
-        looks: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        for row, shown in zip(table.rows, texts, strict=True):
-            if isinstance(name := row[column], str):
-                number = looks[shown[column]].setdefault(name, len(looks[shown[column]]) + 1)
-                shown[column] += f" ({number})" if number > 1 else ""
+    return [*map(list, zip(*(_column_texts(table, i) for i in range(len(table.columns))), strict=True))]
+
+
+def _column_texts(table: Table, column: int) -> list[str]:
+    unit, cells = unit_of(table, column), [row[column] for row in table.rows]
+    texts: list[str] = []
+    looks: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for cell in cells:
+        text = "" if cell is None else _text(cell, unit)
+        if isinstance(cell, str):
+            number = looks[text].setdefault(cell, len(looks[text]) + 1)
+            text = f"{text} ({number})" if number > 1 else text
+        elif isinstance(cell, Doubted) and text and cell.mark:
+            text = f"{text} {cell.mark}"
+        texts.append(text)
     return texts
 
 
@@ -143,3 +148,125 @@ def icicle_places(nodes: Sequence[Node]) -> list[tuple[float, int]]:
         places.append((left + filled[node.parent], depth + 1))
         filled[node.parent] += node.value
     return places
+
+
+# An answer as plain text, for a pipe or a file: what rich would lay out. To import rich takes longer than to write it.
+
+
+WIDTH = 120
+"""Where text folds that no screen shows; a table is as wide as it is."""
+WIDEST_PROSE = 100
+LONGEST_SENTENCE = 4000
+"""Characters: a finding from a foreign file may be of any length."""
+_WORD = re.compile(r" *[^ ]+ *")
+
+
+def blocks_of(answer: Answer) -> list[list[Line | Finding | Table]]:
+    """What was asked or measured, every table with its sentences, what follows, and which run or file this is: an empty
+    line stands between two blocks. A table that comes has columns, and its sentences follow it."""
+    heading = (Line(answer.question, "strong"), Line(where_of(answer)))
+    blocks: list[list[Line | Finding | Table]] = [[*(answer.lead or (line for line in heading if line.text))]]
+    for table in answer.tables:
+        title = [Line(table.title, "strong")] if table.title else []
+        blocks.append([*title, *([table] if table.columns else []), *table.notes])
+    findings = answer.findings if answer.checked and answer.findings else sentences_of(answer)
+    blocks.append([*findings, *(Line(aside, "aside") for aside in answer.asides)])
+    blocks.append([Line(line) for line in answer.origin])
+    return [block for block in blocks if block]
+
+
+def parts_of_finding(finding: Finding) -> tuple[str, str, str]:
+    """Severity and kind, the sentence, and the remedy."""
+    remedy = printable(f" Remedy: {finding.remedy}.", LONGEST_SENTENCE) if finding.remedy else ""
+    return f"{printable(f'{finding.severity} {finding.kind}')}: ", printable(finding.sentence, LONGEST_SENTENCE), remedy
+
+
+def plain_text(answer: Answer) -> str:
+    """The answer as a pipe gets it."""
+    return "\n".join("".join(map(_plain, block)) for block in blocks_of(answer))
+
+
+def _plain(part: Line | Finding | Table) -> str:
+    if isinstance(part, Table):
+        return _plain_table(part)
+    text = printable(part.text, LONGEST_SENTENCE) if isinstance(part, Line) else "".join(parts_of_finding(part))
+    return "\n".join(line.rstrip() for line in _folded(text, WIDTH)) + "\n"
+
+
+def _plain_table(table: Table) -> str:
+    """A rule below the head, figures to the right; of a column of sentences each is folded."""
+    columns: list[list[str]] = []
+    widths: list[int] = []
+    folds = False
+    for i, head in enumerate(table.columns):
+        texts = [printable(head), *_column_texts(table, i)]
+        sizes = [*map(_cells, texts)]
+        width = max(sizes)
+        if unit_of(table, i) == PROSE and width > WIDEST_PROSE:
+            width, folds = WIDEST_PROSE, True
+        elif is_figures(table, i):
+            texts = [" " * (width - size) + text for text, size in zip(texts, sizes, strict=True)]
+        else:
+            texts = [text + " " * (width - size) for text, size in zip(texts, sizes, strict=True)]
+        columns.append(texts)
+        widths.append(width)
+    rows = zip(*columns, strict=True)
+    lines = [*map(_row_line, rows)] if not folds else [_folded_row(row, widths) for row in rows]
+    for rule in sorted(table.rules, reverse=True):
+        if 0 < rule < len(table.rows):
+            lines.insert(rule + 1, "")
+    lines.insert(1, " " + "─" * (sum(widths) + 3 * (len(widths) - 1)))
+    return "\n".join(lines).strip("\n") + "\n"
+
+
+def _row_line(row: Sequence[str]) -> str:
+    return (" " + "   ".join(row)).rstrip()
+
+
+def _folded_row(row: Sequence[str], widths: Sequence[int]) -> str:
+    """The lines of a row of which some cells are folded."""
+    cells = [_folded(text, width) for text, width in zip(row, widths, strict=True)]
+    lines = [[cell[i].rstrip() if i < len(cell) else "" for cell in cells] for i in range(max(map(len, cells)))]
+    return "\n".join(
+        _row_line([text + " " * (width - _cells(text)) for text, width in zip(line, widths, strict=True)])
+        for line in lines
+    )
+
+
+def _cells(text: str) -> int:
+    """How wide a text is on a screen."""
+    if text.isascii() or max(text) < "\u0300":
+        return len(text)
+    from rich.cells import cell_len  # noqa: PLC0415  (takes longer than all else here)
+
+    return cell_len(text)
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """The lines of a text of one line, folded between words as rich folds them; a word that is too long is cut."""
+    if _cells(text) <= width:
+        return [text]
+    breaks, filled = [0], 0
+    for match in _WORD.finditer(text):
+        start, word = match.start(), match[0]
+        size = _cells(word.rstrip())
+        if size <= width - filled:
+            filled += _cells(word)
+        elif size <= width:
+            breaks.append(start)
+            filled = _cells(word)
+        else:
+            for piece in _pieces(word, width):
+                breaks.append(start)
+                start += len(piece)
+                filled = _cells(piece)
+    return [text[start:end] for start, end in zip(breaks, [*breaks[1:], len(text)], strict=True) if start < end]
+
+
+def _pieces(word: str, width: int) -> list[str]:
+    pieces = [""]
+    for character in word:
+        if _cells(pieces[-1] + character) > width:
+            pieces.append("")
+        pieces[-1] += character
+    return pieces

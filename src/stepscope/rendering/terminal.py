@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import io
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -18,7 +17,15 @@ from rich.text import Text
 from stepscope.core.answer import PROSE, Answer, Finding, Line
 from stepscope.core.answer import Table as Figures
 from stepscope.core.errors import middle_cut, printable, visible
-from stepscope.rendering.cells import is_figures, row_texts, sentences_of, unit_of, where_of
+from stepscope.rendering.cells import (
+    LONGEST_SENTENCE,
+    WIDEST_PROSE,
+    blocks_of,
+    is_figures,
+    parts_of_finding,
+    row_texts,
+    unit_of,
+)
 from stepscope.rendering.renderers.bars import step_by_step
 
 # A table at the width of a screen: no cell breaks inside a word.
@@ -189,31 +196,26 @@ def _shortened(cell: RenderableType, width: int) -> RenderableType:
 
 _STYLES = {"": "", "strong": "bold", "good": "bold green", "bad": "bold red", "care": "yellow", "aside": "dim"}
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
-_WIDEST_PROSE = 100
-_LONGEST_SENTENCE = 4000
-"""Characters: a finding from a foreign file may be of any length."""
 
 
 def render_answer(answer: Answer, *, drawn: bool = False) -> RenderableType:
-    """What was asked or measured, every table with its sentences, what follows, and which run or file this is.
+    """The blocks of an answer, with empty lines between them.
 
     drawn: also the measured steps one by one, as sparklines, behind the table of their phases.
     """
-    heading = (Line(answer.question, "strong"), Line(where_of(answer)))
-    lead = answer.lead or [line for line in heading if line.text]
-    parts: list[list[RenderableType]] = [[_line(line) for line in lead]]
-    for table in answer.tables:
-        title: list[RenderableType] = [Text(printable(table.title), style="bold")] if table.title else []
-        rows: list[RenderableType] = [make_table(table)] if table.columns else []
-        parts.append([*title, *rows, *map(_line, table.notes)])
+    blocks: list[list[RenderableType]] = [[*map(_renderable, block)] for block in blocks_of(answer)]
     if drawn and (lines := step_by_step(answer)):
-        parts.insert(min(2, len(parts)), [Text(line) for line in lines])
-    by_kind = answer.checked and answer.findings
-    findings = map(_finding, answer.findings) if by_kind else map(_line, sentences_of(answer))
-    parts.append([*findings, *(Text(printable(aside), style="dim") for aside in answer.asides)])
-    parts.append([Text(printable(line)) for line in answer.origin])
-    blocks = [part for part in parts if part]
-    return Group(*(one for i, part in enumerate(blocks) for one in ([Text()] if i else []) + part))
+        blocks.insert(min(2, len(blocks)), [Text(line) for line in lines])
+    return Group(*(one for i, block in enumerate(blocks) for one in ([Text()] if i else []) + block))
+
+
+def _renderable(part: Line | Finding | Figures) -> RenderableType:
+    if isinstance(part, Figures):
+        return make_table(part)
+    if isinstance(part, Line):
+        return Text(printable(part.text, LONGEST_SENTENCE), style=_STYLES[part.tone])
+    kind, sentence, remedy = parts_of_finding(part)
+    return Text.assemble((kind, _SEVERITY_STYLE[part.severity]), sentence, (remedy, "dim"))
 
 
 def make_table(figures: Figures) -> Table:
@@ -225,37 +227,13 @@ def make_table(figures: Figures) -> Table:
             justify="right" if is_figures(figures, i) else "left",
             no_wrap=i == 0 or figures.one_line,
             overflow="fold",
-            max_width=_WIDEST_PROSE if unit_of(figures, i) == PROSE else None,
+            max_width=WIDEST_PROSE if unit_of(figures, i) == PROSE else None,
         )
     for i, texts in enumerate(row_texts(figures)):
         if i in figures.rules:
             table.add_section()
         table.add_row(*texts, style=_STYLES[figures.tones.get(i, "")])
     return table
-
-
-def _line(line: Line) -> Text:
-    return Text(printable(line.text, _LONGEST_SENTENCE), style=_STYLES[line.tone])
-
-
-def _finding(finding: Finding) -> Text:
-    """Severity, kind, sentence, remedy."""
-    text = Text()
-    text.append(printable(f"{finding.severity} {finding.kind}: "), style=_SEVERITY_STYLE[finding.severity])
-    text.append(printable(finding.sentence, _LONGEST_SENTENCE))
-    if finding.remedy:
-        text.append(printable(f" Remedy: {finding.remedy}.", _LONGEST_SENTENCE), style="dim")
-    return text
-
-
-# What rich lays out as plain text, in which nothing moves a cursor.
-
-
-WIDTH = 120
-"""Where text folds that no screen shows; a table is as wide as it is."""
-MANY_ROWS = 200
-"""Rows from which a table is laid out without rich, which takes a millisecond for each."""
-_BREAKS = frozenset("\n\r\t")
 
 
 class CleanConsole(Console):
@@ -284,53 +262,3 @@ def parts_of(renderable: RenderableType) -> Iterator[RenderableType]:
         return
     for inner in renderable.renderables:
         yield from parts_of(inner)
-
-
-def plain_part(part: RenderableType) -> str:
-    """The text of one table or paragraph: a table as wide as it is, text folded at 120."""
-    if isinstance(part, Table) and (text := _many_rows(part)) is not None:
-        return text
-    # Without colours even where FORCE_COLOR asks for them, as the kernels of notebooks do: this text is not a screen's.
-    console = CleanConsole(width=WIDTH, file=io.StringIO(), force_terminal=False, color_system=None)
-    if isinstance(part, Table):
-        console.width = max(WIDTH, natural_width(part, console))
-    console.print(part)
-    assert isinstance(console.file, io.StringIO)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    return visible("\n".join(lines).strip("\n") + "\n")
-
-
-def _many_rows(table: Table) -> str | None:
-    """The text of a long table as rich would write it, in a hundredth of the time; None for any other table.
-
-    Of rows without folds and cuts, of which a table of figures has thousands, only the widths have to be found.
-    """
-    if table.row_count < MANY_ROWS or table.box is not box.SIMPLE_HEAD or table.pad_edge or table.title:
-        return None
-    columns: list[list[str]] = []
-    for column in table.columns:
-        cells = [column.header, *column._cells]
-        texts = [
-            visible(cell.plain if isinstance(cell, Text) else cell) for cell in cells if isinstance(cell, (str, Text))
-        ]
-        widths = [cell_len(text) for text in texts]
-        limited = column.max_width is not None and max(widths) > column.max_width
-        if len(texts) < len(cells) or limited or column.width or any(_BREAKS & set(text) for text in texts):
-            return None
-        most, right = max(widths), column.justify == "right"
-        columns.append(
-            [
-                " " * (most - width) + text if right else text + " " * (most - width)
-                for text, width in zip(texts, widths, strict=True)
-            ]
-        )
-    head, *rows = ((" " + "   ".join(row)).rstrip() for row in zip(*columns, strict=True))
-    rule = " " + "─" * (sum(cell_len(column[0]) for column in columns) + 3 * (len(columns) - 1))
-    ends = [row.end_section for row in table.rows]
-    lines = [line for row, ends_here in zip(rows, ends, strict=True) for line in ([row, ""] if ends_here else [row])]
-    return "\n".join([head, rule, *lines]).strip("\n") + "\n"
-
-
-def plain_text(renderable: RenderableType) -> str:
-    """The text of what rich lays out, as a pipe gets it."""
-    return "".join(map(plain_part, parts_of(renderable)))

@@ -14,6 +14,7 @@ import msgspec
 
 from stepscope.core.answer import Answer, Finding, encode_answer, worst
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, InputError, StepscopeError, choose, visible, warn
+from stepscope.rendering.cells import plain_text
 from stepscope.rendering.renderers import BARE, STYLES
 
 if TYPE_CHECKING:
@@ -28,27 +29,33 @@ def exit_code_of(findings: Iterable[Finding]) -> int:
     return EXIT_CHECK_FAILED if worst(findings) == "error" else EXIT_DONE
 
 
-def show(renderable: "RenderableType", stream: TextIO | None = None) -> None:
-    """Print on stdout, or another stream, at the width of the terminal; a pipe or a file gets tables as wide as they
-    are, and text folded at 120."""
+def show(answer: Answer, stream: TextIO | None = None) -> None:
+    """Print an answer on stdout, or another stream, at the width of the terminal; a pipe or a file gets tables as wide
+    as they are, and text folded at 120."""
+    out = stream or sys.stdout
+    if not out.isatty():
+        _write(plain_text(answer), out)
+        return
+    from stepscope.rendering.terminal import render_answer
+
+    show_on_screen(render_answer(answer, drawn=shutil.get_terminal_size().columns >= _DRAWN_FROM), out)
+
+
+def show_on_screen(renderable: "RenderableType", out: TextIO) -> None:
+    """Print on a terminal, at its width."""
     from rich.table import Table
 
-    from stepscope.rendering.terminal import CleanConsole, fitted, parts_of, plain_part
+    from stepscope.rendering.terminal import CleanConsole, fitted, parts_of
 
-    out = stream or sys.stdout
-    if out.isatty():
-        console = CleanConsole(file=out)
-        for part in parts_of(renderable):
-            for i, piece in enumerate(fitted(part, console) if isinstance(part, Table) else [part]):
-                with console.capture() as printed:
-                    console.print(piece)
-                lines = printed.get().splitlines()
-                if isinstance(piece, Table):  # its first line and its last are an edge that nobody sees
-                    lines = [*([""] if i else []), *lines[1:-1]]
-                _write("\n".join([*lines, ""]), out)  # the console's own colours stay, the text in them is clean
-        return
+    console = CleanConsole(file=out)
     for part in parts_of(renderable):
-        _write(plain_part(part), out)
+        for i, piece in enumerate(fitted(part, console) if isinstance(part, Table) else [part]):
+            with console.capture() as printed:
+                console.print(piece)
+            lines = printed.get().splitlines()
+            if isinstance(piece, Table):  # its first line and its last are an edge that nobody sees
+                lines = [*([""] if i else []), *lines[1:-1]]
+            _write("\n".join([*lines, ""]), out)  # the console's own colours stay, the text in them is clean
 
 
 def present(*answers: Answer, style: str = "terminal", only: str | None = None) -> None:
@@ -60,14 +67,11 @@ def present(*answers: Answer, style: str = "terminal", only: str | None = None) 
         if i:
             emit("\n")
         if style == "terminal":
-            from stepscope.rendering.terminal import render_answer
-
-            has_room = shutil.get_terminal_size().columns >= _DRAWN_FROM
-            show(render_answer(wanted, drawn=sys.stdout.isatty() and has_room))
+            show(wanted)
         elif style == "bars" and sys.stdout.isatty():
             from stepscope.rendering.renderers.bars import coloured
 
-            show(coloured(wanted))
+            show_on_screen(coloured(wanted), sys.stdout)
         else:
             from stepscope.rendering.renderers import render
 

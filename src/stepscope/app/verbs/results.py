@@ -78,9 +78,9 @@ def shown_answer(answer: Answer) -> ShownAnswer:
 
 def as_text(*answers: Answer) -> str:
     """The answers one below the other, as the command prints them into a pipe."""
-    from stepscope.rendering.terminal import plain_text, render_answer
+    from stepscope.rendering.cells import plain_text
 
-    return "\n".join(plain_text(render_answer(answer)) for answer in answers).rstrip("\n")
+    return "\n".join(map(plain_text, answers)).rstrip("\n")
 
 
 def as_html(*answers: Answer) -> str:

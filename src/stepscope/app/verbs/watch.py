@@ -216,13 +216,12 @@ class _Watching:
                 self._say(f"rank {os.environ['RANK']} was measured: {watched.saved_in}")
             elif self._stream is not None:
                 from stepscope.core.answer import Line
-                from stepscope.rendering.terminal import render_answer
                 from stepscope.runs.answer import answer_run
                 from stepscope.runs.live import first_lines
 
                 answer = answer_run(run, str(watched.saved_in) if watched.saved_in is not None else None)
                 lead = tuple(Line(line, "strong") for line in first_lines(run, directory))
-                show(render_answer(msgspec.structs.replace(answer, lead=(*lead, *answer.lead))), self._stream)
+                show(msgspec.structs.replace(answer, lead=(*lead, *answer.lead)), self._stream)
             if run is not None:
                 watched.trace()
         except Exception as error:  # The process must end as the script ended, even if its run cannot be shown.
