@@ -9,10 +9,12 @@ before it or never), `alloc_us`, `free_us` (relative to the first event), `addre
 
 import math
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any, Literal, get_args
+from operator import attrgetter
+from typing import Literal, cast, get_args
 
 import msgspec
 import polars as pl
@@ -66,8 +68,10 @@ def phases_of(snapshot: Snapshot) -> tuple[PhaseSpan, ...]:
             if not spans or span.start_us >= spans[-1].end_us:
                 spans.append(span)
     if not spans:
-        for event, time_us in zip(snapshot.events, snapshot.times, strict=True):
-            phase = place_of(event.user_metadata).phase if event.user_metadata else ""
+        history = snapshot.events
+        phase_of = [place_of(text).phase if text else "" for text in history.range_texts]
+        for ranges, time_us in zip(history.ranges if any(phase_of) else (), snapshot.times, strict=False):
+            phase = phase_of[ranges]
             if phase and spans and spans[-1].name == phase:
                 spans[-1] = msgspec.structs.replace(spans[-1], end_us=time_us)
             elif phase:
@@ -508,7 +512,7 @@ def explain(snapshot: Snapshot) -> Explained:
             table = table.with_columns(
                 name=pl.lit(""), shape=pl.lit(None, dtype=pl.List(pl.Int64)), dtype=pl.lit(""), operator=pl.lit("")
             )
-            table = _with_free_signs(snapshot, table, replayed, stacks)
+            table = _with_free_signs(snapshot, table, stacks)
             table, reason = _by_size(_by_lifetime(_with_turns(table)))
             remarks += [
                 "No notes of stepscope are in this snapshot: categories are by evidence (phases, stacks, lifetimes).",
@@ -531,68 +535,99 @@ def explain(snapshot: Snapshot) -> Explained:
 
 def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[PhaseSpan, ...]) -> pl.DataFrame:
     """The table of allocations, with all columns that need no notes."""
-    events, allocations = snapshot.events, replayed.allocations
-    of_metadata: dict[str, Place] = {"": Place()}
-    ours = snapshot.notes is not None
-    numbers: list[int] = []
-    places: list[Place] = []
+    history, allocations = snapshot.events, replayed.allocations
+    pools = {pool: i for i, pool in enumerate(replayed.by_pool)}
+    whole = ("alloc", "free", "completed", "address", "requested", "block", "stream")
+    rows = {name: pl.Series(name, list(map(attrgetter(name), allocations)), dtype=pl.Int64) for name in whole}
+    alloc, free = rows["alloc"], rows["free"]
+    is_new = alloc >= 0
+    times = pl.Series(snapshot.times, dtype=pl.Int64) - snapshot.start_us
+    spans = _spans(snapshot, phases)
+    names = pl.Series([*(span.name for span in phases), ""], dtype=pl.String)
+    in_span, freed_in_span = (_at(spans, events).fill_null(-1) for events in (alloc, free))
+    place_of_text = [place_of(text) if snapshot.notes is not None else Place() for text in history.range_texts]
+    ranges = _at(pl.Series(history.ranges), alloc)
+    numbers = _stack_numbers(snapshot, replayed, stacks, alloc)
+
+    def of_ranges(field: str) -> pl.Series:
+        texts = pl.Series([getattr(place, field) for place in place_of_text], dtype=pl.String)
+        return texts.gather(ranges).fill_null("")
+
+    return pl.DataFrame(
+        {
+            "alloc_event": alloc.set(~is_new, None),
+            "free_event": free,
+            "completed_event": rows["completed"],
+            "alloc_us": _at(times, alloc),
+            "free_us": _at(times, free),
+            **{name: rows[name] for name in ("address", "requested", "block", "stream")},
+            "pool": pl.Series([pools.get(a.pool, 0) for a in allocations], dtype=pl.Int32),
+            "phase": of_ranges("phase"),
+            "module": of_ranges("module"),
+            "part": of_ranges("part"),
+            "stack": numbers,
+            "site": _sites(stacks, numbers, ranges, place_of_text),
+            "signs": pl.Series(stacks.signs, dtype=pl.Int32).gather(numbers),
+            "free_phase": names.gather(freed_in_span),
+            "span": in_span,
+            "free_span": freed_in_span,
+        }
+    ).with_columns(phase=pl.when(pl.col("phase") != "").then("phase").otherwise(names.gather(in_span)))
+
+
+def _at(values: pl.Series, events: pl.Series) -> pl.Series:
+    """The values of events; null where one is null, or before the history."""
+    return values.gather(events.set(events < 0, None)) if len(values) else values.clear(len(events))
+
+
+def _spans(snapshot: Snapshot, phases: tuple[PhaseSpan, ...]) -> pl.Series:
+    """For each event the place of its phase, the last begun of several; -1 outside of all."""
+    spans = array("i", [-1]) * len(snapshot.events)
+    for i, span in enumerate(phases):
+        first, end = _events_within(snapshot, span.start_us + snapshot.start_us, span.end_us + snapshot.start_us)
+        spans[first:end] = array("i", [i]) * (end - first)
+    return pl.Series(spans, dtype=pl.Int32)
+
+
+def _stack_numbers(snapshot: Snapshot, replayed: Replay, stacks: Stacks, alloc: pl.Series) -> pl.Series:
+    """The number of the stack of each allocation. Of those from before the history, blocks of the end may tell it."""
     older = {
         block.address: block.frames for segment in snapshot.segments for block in segment.blocks if block.is_active
     }
-    for allocation in allocations:
-        if allocation.alloc == BEFORE:
-            numbers.append(stacks.number(older.get(allocation.address, ()) if allocation.free is None else ()))
-            places.append(of_metadata[""])
-            continue
-        event = events[allocation.alloc]
-        numbers.append(stacks.number(event.frames))
-        metadata = event.user_metadata if ours else ""
-        place = of_metadata.get(metadata)
-        if place is None:
-            place = of_metadata[metadata] = place_of(metadata)
-        places.append(place)
-    start, times = snapshot.start_us, snapshot.times
-    pools = {pool: i for i, pool in enumerate(replayed.by_pool)}
-    spans = [-1] * len(events)
-    """For each event the place of its phase, the last begun of several; -1 outside of all."""
-    for i, span in enumerate(phases):
-        first, end = _events_within(snapshot, span.start_us + start, span.end_us + start)
-        spans[first:end] = [i] * (end - first)
-    names = {-1: "", **{i: span.name for i, span in enumerate(phases)}}
-    in_span = [spans[a.alloc] if a.alloc != BEFORE else -1 for a in allocations]
-    freed_in_span = [spans[a.free] if a.free is not None and a.free != BEFORE else -1 for a in allocations]
-    columns: dict[str, list[Any]] = {
-        "alloc_event": [a.alloc if a.alloc != BEFORE else None for a in allocations],
-        "free_event": [a.free for a in allocations],
-        "completed_event": [a.completed for a in allocations],
-        "alloc_us": [times[a.alloc] - start if a.alloc != BEFORE else None for a in allocations],
-        "free_us": [times[a.free] - start if a.free is not None and a.free >= 0 else None for a in allocations],
-        "address": [a.address for a in allocations],
-        "requested": [a.requested for a in allocations],
-        "block": [a.block for a in allocations],
-        "stream": [a.stream for a in allocations],
-        "pool": [pools.get(a.pool, 0) for a in allocations],
-        "phase": [place.phase or names[span] for place, span in zip(places, in_span, strict=True)],
-        "module": [place.module for place in places],
-        "part": [place.part for place in places],
-        "stack": numbers,
-        "site": [
-            _site(stacks.sites[number], place, allocation.alloc)
-            for number, place, allocation in zip(numbers, places, allocations, strict=True)
-        ],
-        "signs": [stacks.signs[number] for number in numbers],
-        "free_phase": [names[span] for span in freed_in_span],
-        "span": in_span,
-        "free_span": freed_in_span,
-    }
-    texts, small = ("phase", "module", "part", "site", "free_phase"), ("pool", "stack", "signs", "span", "free_span")
-    types = {**dict.fromkeys(columns, pl.Int64), **dict.fromkeys(texts, pl.String), **dict.fromkeys(small, pl.Int32)}
-    return pl.DataFrame(columns, schema=types)
+    before: dict[int, int] = {}
+    for at in cast("list[int]", (alloc < 0).arg_true().to_list()):
+        allocation = replayed.allocations[at]
+        if allocation.free is None:
+            before[at] = stacks.number(older.get(allocation.address, ()))
+    numbers = _numbers_of(snapshot, stacks, alloc)
+    return numbers.scatter([*before], [*before.values()]) if before else numbers
 
 
-def _site(of_stack: str, place: Place, alloc: int) -> str:
-    """The most telling line of code. Where backward has no line, the module whose operator it runs."""
-    if alloc == BEFORE:
+def _numbers_of(snapshot: Snapshot, stacks: Stacks, events: pl.Series) -> pl.Series:
+    """The number of each event's stack; that of no stack where there is no event."""
+    history = snapshot.events
+    places = _at(pl.Series(history.stacks), events)
+    numbers = [NO_STACK] * len(history.distinct_stacks)
+    for place in cast("list[int]", places.drop_nulls().unique(maintain_order=True).to_list()):
+        numbers[place] = stacks.number(history.distinct_stacks[place])
+    return pl.Series(numbers, dtype=pl.Int32).gather(places).fill_null(NO_STACK)
+
+
+def _sites(stacks: Stacks, numbers: pl.Series, ranges: pl.Series, places: list[Place]) -> pl.Series:
+    """The site of each allocation, worked out once for each pair of a stack and open ranges."""
+    pairs = numbers.cast(pl.Int64) * (len(places) + 1) + ranges.fill_null(-1) + 1
+    distinct = pairs.unique().sort()
+    sites: list[str] = []
+    for pair in cast("list[int]", distinct.to_list()):
+        number, place = divmod(pair, len(places) + 1)
+        sites.append(_site(stacks.sites[number], places[place - 1] if place else None))
+    return pl.Series(sites, dtype=pl.String).gather(distinct.search_sorted(pairs))
+
+
+def _site(of_stack: str, place: Place | None) -> str:
+    """The most telling line of code. Where backward has no line, the module whose operator it runs. `place`: None for
+    what was there before the history."""
+    if place is None:
         return of_stack or "before the history"
     if of_stack.startswith(AUTOGRAD) and place.module:
         return f"{of_stack} in {place.module}"
@@ -601,25 +636,18 @@ def _site(of_stack: str, place: Place, alloc: int) -> str:
     return of_stack
 
 
-def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, stacks: Stacks) -> pl.DataFrame:
+def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, stacks: Stacks) -> pl.DataFrame:
     """The table with the signs of each free's stack, and with phases from stacks where no range gives them."""
-    events = snapshot.events
-    zeroing = bytearray(len(events))
+    zeroing = array("i", bytes(4 * len(snapshot.events)))
     for span in _pairs(snapshot):
         if "zero_grad" in span.name:
             first, end = _events_within(snapshot, span.start_us, span.end_us)
-            zeroing[first:end] = bytes([1]) * (end - first)
-    signs: list[int] = []
-    for allocation, number in zip(replayed.allocations, table["stack"].to_list(), strict=True):
-        if allocation.free is None or allocation.free < 0:
-            signs.append(0)
-            continue
-        freed = stacks.number(events[allocation.free].frames)
-        # A history that records only allocations gives a free the stack of its allocation.
-        sign = stacks.signs[freed] if freed not in (NO_STACK, number) else 0
-        if zeroing[allocation.free]:
-            sign |= int(Sign.ZERO_GRAD)
-        signs.append(sign)
+            zeroing[first:end] = array("i", [int(Sign.ZERO_GRAD)]) * (end - first)
+    freed = _numbers_of(snapshot, stacks, table["free_event"])
+    signs = pl.Series(stacks.signs, dtype=pl.Int32).gather(freed)
+    # A history that records only allocations gives a free the stack of its allocation.
+    signs = signs.set((freed == NO_STACK) | (freed == table["stack"]), 0)
+    signs |= _at(pl.Series(zeroing, dtype=pl.Int32), table["free_event"]).fill_null(0)
     unknown = pl.lit("")
     no_python = (pl.col("signs") & int(Sign.PYTHON)) == 0
     recorded = bool((table["stack"] != NO_STACK).any())
@@ -640,7 +668,7 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
             .otherwise(unknown)
         )
 
-    table = table.with_columns(free_signs=pl.Series(signs, dtype=pl.Int32))
+    table = table.with_columns(free_signs=signs)
     table = table.with_columns(stage=stage_of(pl.col("phase")), free_stage=stage_of(pl.col("free_phase")))
     if recorded:
         has_record = pl.col("alloc_event").is_not_null() | (pl.col("stack") != NO_STACK)
@@ -661,7 +689,7 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
     notes = [noted.get(i, nothing) for i in range(table.height)]
     there = pl.Series([i in noted for i in range(table.height)], dtype=pl.Boolean)
     crosses = (pl.col("phase") == FORWARD) & (pl.col("free_phase") == BACKWARD)
-    unfinished = any(event.action == "oom" for event in snapshot.events)
+    unfinished = bool(snapshot.events.where("oom"))
 
     def texts(name: str) -> pl.Series:
         return pl.Series([getattr(note, name) for note in notes], dtype=pl.String)
@@ -713,10 +741,9 @@ def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]
             remarks.append(f"This is device {snapshot.device}; the snapshot also holds {named} (--device opens it).")
         elif others:
             remarks.append(f"Of {named} the snapshot holds no history, only what was there at its end.")
-    for event in snapshot.events:
-        if event.action == "oom":
-            remarks.append(
-                f"Out of memory: {format_count(event.size)} bytes were asked for when the driver had "
-                f"{format_count(event.device_free)} left; a limit set for the process is not in the snapshot."
-            )
+    remarks += [
+        f"Out of memory: {format_count(event.size)} bytes were asked for when the driver had "
+        f"{format_count(event.device_free)} left; a limit set for the process is not in the snapshot."
+        for event in map(snapshot.events.__getitem__, snapshot.events.where("oom"))
+    ]
     return remarks

@@ -32,8 +32,7 @@ BEFORE = -1
 """Index of an event that precedes the history."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Allocation:
+class Allocation(msgspec.Struct, kw_only=True, gc=False):
     """One allocation and the block it got. Events are indices into the history."""
 
     address: int
@@ -191,11 +190,6 @@ def blocks_of(segments: list[Segment]) -> list[Allocation]:
     ]
 
 
-def _allocated(event: Event, block: int, alloc: int = BEFORE) -> Allocation:
-    """The allocation that an event makes or frees."""
-    return Allocation(address=event.addr, requested=event.size, block=block, alloc=alloc, stream=event.stream)
-
-
 def work_out_start(snapshot: Snapshot) -> tuple[list[Allocation], list[Segment], dict[int, int]]:
     """The layout when the history began, from what it shows: (its blocks, its segments, blocks of open end).
 
@@ -238,20 +232,20 @@ def blocks_at_start(snapshot: Snapshot) -> tuple[list[Allocation], set[int]]:
     blocks: list[Allocation] = []
     live: set[int] = set()
     awaiting: set[int] = set()
-    for event in snapshot.events:
-        if event.action == "alloc":
-            live.add(event.addr)
-        elif event.action == "free_requested" or (event.action == "free_completed" and event.addr not in awaiting):
-            if event.addr in live:
-                live.remove(event.addr)
+    for action, address, size, stream in snapshot.events.steps():
+        if action == "alloc":
+            live.add(address)
+        elif action == "free_requested" or (action == "free_completed" and address not in awaiting):
+            if address in live:
+                live.remove(address)
             else:
-                block = _allocated(event, rounded(event.size, settings))
-                block.free = None if event.action == "free_requested" else BEFORE
+                block = Allocation(address=address, requested=size, block=rounded(size, settings), stream=stream)
+                block.free = None if action == "free_requested" else BEFORE
                 blocks.append(block)
-            if event.action == "free_requested":
-                awaiting.add(event.addr)
-        elif event.action == "free_completed":
-            awaiting.remove(event.addr)
+            if action == "free_requested":
+                awaiting.add(address)
+        elif action == "free_completed":
+            awaiting.remove(address)
     unexplained = [a for a in blocks_of(snapshot.segments) if a.address not in (live if a.free is None else awaiting)]
     return [*blocks, *unexplained], {a.address for a in unexplained}
 
@@ -398,8 +392,7 @@ def _run(  # noqa: PLR0912 - a branch for each kind of event, in the loop that a
     reserved = sum(segment.total_size for segment in segments)
     start.reserved, start.segments = [(BEFORE, reserved)], segments
     free_from, free_to = layout.free_from, layout.free_to
-    for i, event in enumerate(snapshot.events):
-        action, address, size = event.action, event.addr, event.size
+    for i, (action, address, size, stream) in enumerate(snapshot.events.steps()):
         if action == "alloc":
             if open_ended and address not in free_from:
                 _close(layout, allocations, live | awaiting, open_ended, address)
@@ -407,7 +400,7 @@ def _run(  # noqa: PLR0912 - a branch for each kind of event, in the loop that a
                 raise Contradiction(f"event {i} allocates {address:#x}, where something is allocated")
             live[address] = len(allocations)
             block = layout.take(address, size)
-            allocations.append(Allocation(address=address, requested=size, block=block, alloc=i, stream=event.stream))
+            allocations.append(Allocation(address=address, requested=size, block=block, alloc=i, stream=stream))
         elif action == "free_requested":
             index = live.pop(address, None)
             if index is None:
@@ -555,17 +548,17 @@ def _without_blocks(snapshot: Snapshot) -> Replay:
     ]
     start = Replay(allocations=allocations, reserved=[(BEFORE, 0)], start_known=bool(notes))
     live = {a.address: a for a in allocations}
-    for i, event in enumerate(snapshot.events):
-        if event.action == "alloc":
-            if event.addr in live:
-                start.faults.append(f"event {i} allocates {event.addr:#x}, where something is allocated")
-                live[event.addr].free = live[event.addr].completed = i
-            live[event.addr] = _allocated(event, event.size, i)
-            allocations.append(live[event.addr])
-        elif event.action == "free_requested":
-            freed = live.pop(event.addr, None)
+    for i, (action, address, size, stream) in enumerate(snapshot.events.steps()):
+        if action == "alloc":
+            if address in live:
+                start.faults.append(f"event {i} allocates {address:#x}, where something is allocated")
+                live[address].free = live[address].completed = i
+            live[address] = Allocation(address=address, requested=size, block=size, alloc=i, stream=stream)
+            allocations.append(live[address])
+        elif action == "free_requested":
+            freed = live.pop(address, None)
             if freed is None:
-                freed = _allocated(event, event.size)
+                freed = Allocation(address=address, requested=size, block=size, stream=stream)
                 allocations.append(freed)
             freed.free = freed.completed = i
     return start
@@ -585,15 +578,16 @@ def without_layout(snapshot: Snapshot, faults: list[str]) -> Replay:
     history = [(BEFORE, reserved)]
     for i, change in steps:
         history.append((i, max(0, history[-1][1] + change)))
-    for i, event in enumerate(snapshot.events):
-        if event.action == "alloc":
-            lost = live.pop(event.addr, None)
+    for i, (action, address, size, stream) in enumerate(snapshot.events.steps()):
+        if action == "alloc":
+            lost = live.pop(address, None)
             if lost is not None:  # its free is missing from the history
                 lost.free = lost.completed = i
-            live[event.addr] = _allocated(event, rounded(event.size, settings), i)
-            allocations.append(live[event.addr])
-        elif event.action == "free_requested" and event.addr in live:
-            freed = live.pop(event.addr)
+            block = rounded(size, settings)
+            live[address] = Allocation(address=address, requested=size, block=block, alloc=i, stream=stream)
+            allocations.append(live[address])
+        elif action == "free_requested" and address in live:
+            freed = live.pop(address)
             freed.free = freed.completed = i
     for address, allocation in live.items():
         if address in by_address and allocation.requested <= by_address[address].block:

@@ -6,18 +6,20 @@ error that names the field.
 """
 
 import re
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag
 from functools import cached_property
 from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from stepscope.allocations.plain_pickle import read_plain_pickle, without_collector
+from stepscope.allocations.plain_pickle import Columns, StackPlaces, read_with_columns, without_collector
 from stepscope.core.errors import InputError, one_line, printable
 from stepscope.core.evidence import NOTES_KEY, NOTES_VERSION, SEGMENTS_BEFORE_KEY, MemoryNotes
 from stepscope.core.run_directory import MEMORY_FILE, RUN_FILE
@@ -57,13 +59,57 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     stream: _Word = 0
     time_us: _Bytes = 0
     user_metadata: str = ""
-    compile_context: str = ""
     device_free: _Bytes = 0
     """Bytes that the driver had left; only an `oom` event has it, in place of an address."""
     pool_id: PoolId | None = None
     """The allocator's pool; None where PyTorch did not write it."""
     frames: Any = ()
     """The stack, checked only when read: stacks are most of a snapshot, and a copy would double it."""
+
+
+class History(Sequence[Event]):
+    """The events of one device, kept by column: an Event is made where one is asked for."""
+
+    def __init__(self, columns: Columns) -> None:
+        words, places = columns.words, columns.places
+        self.columns = columns
+        self.addresses, self.sizes, self.streams, self.times = (words[name] for name in Columns.WORDS)
+        self.kinds, self.ranges, self._pools, self.stacks = (
+            places[name] for name in (*Columns.TEXTS, "pool_id", "frames")
+        )
+        self.actions, self.range_texts = ([*texts] for texts in columns.texts.values())
+        """Texts by the numbers in `kinds`, and in `ranges` (the open ranges, user_metadata)."""
+        self.distinct_stacks = columns.stacks.stacks
+        self._pool_ids: list[PoolId | None] = [*columns.pools]
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def __getitem__(self, at: Any) -> Any:
+        """The event at a place, or a list of those of a slice."""
+        if isinstance(at, slice):
+            return [self[i] for i in range(len(self))[at]]
+        place = cast("int", at)
+        return Event(
+            action=self.actions[self.kinds[place]],
+            addr=self.addresses[place],
+            size=self.sizes[place],
+            stream=self.streams[place],
+            time_us=self.times[place],
+            user_metadata=self.range_texts[self.ranges[place]],
+            device_free=self.columns.device_free.get(place % len(self), 0),
+            pool_id=self._pool_ids[self._pools[place]],
+            frames=self.distinct_stacks[self.stacks[place]],
+        )
+
+    def steps(self) -> Iterator[tuple[str, int, int, int]]:
+        """Of each event the action, address, size and stream: what a replay needs."""
+        return zip(map(self.actions.__getitem__, self.kinds), self.addresses, self.sizes, self.streams, strict=True)
+
+    def where(self, *actions: str) -> list[int]:
+        """The events of these actions."""
+        wanted = {number for number, action in enumerate(self.actions) if action in actions}
+        return [at for at, kind in enumerate(self.kinds) if kind in wanted] if wanted else []
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,8 +176,8 @@ class Snapshot:
     """Indices of all devices that have a history or segments."""
     others: tuple["Snapshot", ...] = ()
     """The other devices of the same file. One without a history has no events."""
-    events: list[Event]
-    times: list[int]
+    events: History
+    times: Sequence[int]
     """Time of each event, in microseconds since 1970, never falling."""
     segments: list[Segment]
     segments_before: list[Segment] | None
@@ -153,7 +199,7 @@ class Snapshot:
     @cached_property
     def segment_events(self) -> list[int]:
         """Indices of the events by which memory comes from the driver or goes back."""
-        return [i for i, event in enumerate(self.events) if event.action in _OF_SEGMENTS]
+        return self.events.where(*_OF_SEGMENTS)
 
     def last_event_until(self, time_us: int) -> int:
         """Index of the last event at or before an absolute time; -1 before all of them."""
@@ -175,11 +221,11 @@ def read_snapshot(path: Path, *, device: int | None = None) -> Snapshot:
         remedy = " (measure it again with --record memory)" if (path / RUN_FILE).exists() else ""
         raise InputError(f"{path}: this directory holds no memory snapshot, {MEMORY_FILE}{remedy}")
     with without_collector():
-        return snapshot_from(read_plain_pickle(file), str(path), device=device)
+        return snapshot_from(read_with_columns(file), str(path), device=device)
 
 
 def snapshot_from(content: object, source: str, *, device: int | None = None) -> Snapshot:
-    """A snapshot from the object in its pickle."""
+    """A snapshot from the object in its pickle, where Columns may stand for the lists of events."""
     fields, kind = _dict(content), type(content).__name__
     if isinstance(content, list):  # up to PyTorch 1.13
         fields["segments"] = content
@@ -189,7 +235,10 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
     segments = _convert(fields.get("segments", []), list[Segment], source, "segments")
     traces = _convert(fields.get("device_traces", []), list[Any], source, "device_traces")
     notes = _notes(fields.get(NOTES_KEY), source)
-    lengths = {i: len(_convert(trace, list[Any], source, f"device_traces[{i}]")) for i, trace in enumerate(traces)}
+    for i, trace in enumerate(traces):
+        if not isinstance(trace, Columns):
+            _convert(trace, list[Any], source, f"device_traces[{i}]")
+    lengths = {i: len(trace) for i, trace in enumerate(traces)}
     devices = tuple(sorted({i for i, length in lengths.items() if length} | {s.device for s in segments}))
     with_history = [i for i, length in lengths.items() if length]
     listed = ", ".join(map(str, with_history))
@@ -209,11 +258,11 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
     annotations = [msgspec.structs.replace(each, name=printable(each.name)) for each in annotations]
 
     def of_device(index: int) -> Snapshot:
-        events = _events(traces[index] if index < len(traces) else [], f"device_traces[{index}]", source)
+        events = _history(traces[index] if index < len(traces) else [], f"device_traces[{index}]", source)
         # Times never fall: the events' order is the allocator's, and clocks of two cores may differ by a little.
         # Histories of PyTorch 2.0 have no times: places in the history stand for them.
-        has_times = bool(events and events[-1].time_us)
-        times = list(accumulate((event.time_us for event in events), max)) if has_times else list(range(len(events)))
+        has_times = bool(events and events.times[-1])
+        times = array("q", accumulate(events.times, max) if has_times else range(len(events)))
         return Snapshot(
             source=source,
             device=index,
@@ -234,28 +283,33 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
     return replace(chosen, others=tuple(one for one in snapshots if one is not chosen))
 
 
-def _events(trace: list[Any], where: str, source: str) -> list[Event]:
+def _history(trace: Columns | list[Any], where: str, source: str) -> History:
     """The history of one device."""
     if len(trace) > MOST_EVENTS:
         raise InputError(
             f"{source}: a history of {len(trace):,} events is more than the {MOST_EVENTS:,} that are read: "
             "record fewer steps, or pass max_entries to _record_memory_history"
         )
-    events = _convert(trace, list[Event], source, where)
-    if sum(event.size for event in events) > _MOST_BYTES:
+    if isinstance(trace, Columns):
+        columns = trace
+    else:
+        columns = Columns(StackPlaces())
+        columns.take(_convert(trace, list[Event], source, where), attrgetter)
+    history = History(columns)
+    if sum(history.sizes) > _MOST_BYTES:
         raise InputError(f"{source}: no memory snapshot that can be read: its sizes add up to more than any memory")
-    return events
+    return history
 
 
 def _most_held(snapshot: Snapshot) -> int:
     """The most bytes that were asked for and not yet freed at one time, from the end of the history backwards."""
     held = sum(block.size for segment in snapshot.segments for block in segment.blocks if block.is_active)
     most = held
-    for event in reversed(snapshot.events):
-        if event.action == "alloc":
-            held -= event.size
-        elif event.action == "free_requested":
-            held += event.size
+    for action, _, size, _ in reversed([*snapshot.events.steps()]):
+        if action == "alloc":
+            held -= size
+        elif action == "free_requested":
+            held += size
             most = max(most, held)
     return most
 
