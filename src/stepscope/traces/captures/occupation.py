@@ -25,8 +25,9 @@ from typing import cast
 
 import polars as pl
 
+from stepscope.core.range_names import PHASES
 from stepscope.traces.captures.attribution import Attribution
-from stepscope.traces.nesting import by_start, open_rows, union
+from stepscope.traces.nesting import by_start, is_one_value, open_rows, union
 from stepscope.traces.table import TraceTable, fits, named
 
 # Exact arithmetic on sets of disjoint intervals: their length, and the time that they cover in each window.
@@ -208,6 +209,7 @@ CAUSES = ("synchronisation", "data", "launch-bound", "dependency", "kernel-to-ke
 CAUSE = pl.Enum(CAUSES)
 
 BETWEEN_STEPS, BETWEEN_PHASES = "between steps", "between phases"
+PLACE = pl.Enum([*PHASES, BETWEEN_STEPS, BETWEEN_PHASES])
 
 _TO_DEVICE = r"\bHtoD\b"
 _LOADS_DATA = r"(?i)data[ _]?load|^enumerate\(|(?:get|next|load|fetch)[ _]?batch"
@@ -259,6 +261,7 @@ class Occupation:
                 pl.col("duration_ns").sum().alias("idle_ns"),
                 pl.col("duration_ns").max().alias("largest_ns"),
             )
+            .with_columns(pl.col("phase").cast(pl.String))
             .sort("idle_ns", "device", "cause", "phase", descending=[True, False, False, False])
         )
 
@@ -286,35 +289,43 @@ def occupation(attribution: Attribution) -> Occupation | None:
     work = attribution.work
     if attribution.table.on_cpu or not work.height:
         return None
+    each = [_of_device(attribution, device) for device in work["device"].unique().sort().to_list()]
+    gaps = _with_causes(pl.concat([gaps for _, gaps in each]), attribution)
+    return Occupation(devices=tuple(device for device, _ in each), gaps=gaps)
+
+
+def _of_device(attribution: Attribution, device: int) -> tuple[DeviceOccupation, pl.DataFrame]:
+    """One device's occupation, and its gaps without their causes."""
     columns = ["start_ns", "duration_ns", "device", "process", "name", "launch_ns", "launch_thread", "phase", "step"]
     end_ns = pl.col("start_ns") + pl.col("duration_ns")
-    devices, between = [], []
-    for device in work["device"].unique().sort().to_list():
-        of_device = work.lazy().filter(pl.col("device") == device).select(columns).collect()
-        # The device's work clipped to the span of its steps, sorted by start.
-        marked = of_device.filter(pl.col("step").is_not_null()) if of_device["step"].count() else of_device
-        first, last = marked.select(pl.col("start_ns").min(), end_ns.max().alias("end_ns")).row(0)
-        inside = (
-            of_device.filter((end_ns >= first) & (pl.col("start_ns") <= last))
-            .with_columns(pl.col("start_ns").clip(lower_bound=first), end_ns.clip(upper_bound=last).alias("_end_ns"))
-            .with_columns((pl.col("_end_ns") - pl.col("start_ns")).alias("duration_ns"))
-            .drop("_end_ns")
-        )
-        inside = by_start(inside, "launch_ns")
-        gaps = _gaps(inside)
-        between.append(gaps)
-        devices.append(
-            DeviceOccupation(
-                device=device,
-                name=attribution.table.devices.get(device),
-                start_ns=cast("int", inside["start_ns"].min()),
-                end_ns=cast("int", (inside["start_ns"] + inside["duration_ns"]).max()),
-                busy_ns=int(inside["duration_ns"].sum()),
-                union_ns=length_ns(pieces(inside)),
-                idle_ns=int(gaps["duration_ns"].sum()),
-            )
-        )
-    return Occupation(devices=tuple(devices), gaps=_with_causes(pl.concat(between), attribution))
+    inside = attribution.work.select(columns)
+    if not is_one_value(inside["device"]):
+        inside = inside.filter(pl.col("device") == device)
+    # The device's work clipped to the span of its steps, sorted by start.
+    marked = pl.col("step").is_not_null() | (pl.col("step").count() == 0)
+    first, last = inside.select(
+        pl.col("start_ns").filter(marked).min(), end_ns.filter(marked).max().alias("end_ns")
+    ).row(0)
+    within = inside.select((end_ns >= first) & (pl.col("start_ns") <= last)).to_series()
+    if not within.all():  # a filter copies a million rows
+        inside = inside.filter(within)
+    inside = (
+        inside.with_columns(pl.col("start_ns").clip(lower_bound=first), end_ns.clip(upper_bound=last).alias("_end_ns"))
+        .with_columns((pl.col("_end_ns") - pl.col("start_ns")).alias("duration_ns"))
+        .drop("_end_ns")
+    )
+    inside = by_start(inside, "launch_ns")
+    gaps = _gaps(inside)
+    occupied = DeviceOccupation(
+        device=device,
+        name=attribution.table.devices.get(device),
+        start_ns=cast("int", inside["start_ns"].min()),
+        end_ns=cast("int", (inside["start_ns"] + inside["duration_ns"]).max()),
+        busy_ns=int(inside["duration_ns"].sum()),
+        union_ns=length_ns(pieces(inside)),
+        idle_ns=int(gaps["duration_ns"].sum()),
+    )
+    return occupied, gaps
 
 
 def _gaps(work: pl.DataFrame) -> pl.DataFrame:
@@ -325,7 +336,8 @@ def _gaps(work: pl.DataFrame) -> pl.DataFrame:
     # The work before each row that ended last.
     furthest = pl.select(pl.when(end_ns == reached).then(pl.int_range(work.height)).forward_fill().shift(1)).to_series()
     gaps = rows.with_columns(furthest.alias("before")).filter(pl.col("start_ns") > pl.col("reached"))
-    after, before = work[gaps["after"]], work[gaps["before"]]
+    after = work[gaps["after"]]
+    before = work.select("name", "launch_thread", "phase", "step")[gaps["before"]]
     return after.select(
         "device",
         "process",
@@ -343,13 +355,13 @@ def _gaps(work: pl.DataFrame) -> pl.DataFrame:
 
 def _place(before: pl.DataFrame, after: pl.DataFrame) -> pl.Series:
     """The phase of the work on both sides of a gap, or whether the gap is between steps or phases."""
-    phase, phase_before = after["phase"].cast(pl.String), before["phase"].cast(pl.String)
+    phase, phase_before = after["phase"], before["phase"]
     place = (
         pl.when(after["step"].ne_missing(before["step"]))
-        .then(pl.lit(BETWEEN_STEPS))
+        .then(pl.lit(BETWEEN_STEPS, PLACE))
         .when(phase.ne_missing(phase_before))
-        .then(pl.lit(BETWEEN_PHASES))
-        .otherwise(phase)
+        .then(pl.lit(BETWEEN_PHASES, PLACE))
+        .otherwise(phase.cast(PLACE))
     )
     return pl.select(place.alias("phase")).to_series()
 
