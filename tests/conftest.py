@@ -1,5 +1,6 @@
 """What several tests share: skips with a reason, a fake clock and device, runs made by hand."""
 
+import functools
 import gc
 import os
 import shutil
@@ -84,6 +85,15 @@ def in_the_interpreter_at_length(*cases: Any) -> list[Any]:
 def share(request: pytest.FixtureRequest) -> float:
     """Which share of a campaign's cases to run: a part that says whether it works, or with --long all of them."""
     return 1.0 if request.config.getoption("--long") else 0.15
+
+
+@pytest.fixture
+def quickly_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.compile` by Dynamo and autograd for real, without a C++ compiler's time. With --long by Inductor too."""
+    if not request.config.getoption("--long"):
+        import torch
+
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
 
 
 _MODULES_SET_ASIDE = 0

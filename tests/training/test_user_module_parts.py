@@ -151,6 +151,7 @@ def test_kernels_of_parts_are_no_products_of_unknown_flops(file: Path):
 
 @pytest.mark.parametrize("how", [*at_length({"compile": "default"}), {"compile": "blocks"}], ids=str)
 @pytest.mark.slow
+@pytest.mark.usefixtures("quickly_compiled")
 def test_a_compiled_step_has_them_too(file: Path, how: dict[str, Any]):
     torch._dynamo.reset()
     (loss, gradients), (found, others) = (

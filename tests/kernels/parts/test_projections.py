@@ -101,6 +101,7 @@ def test_what_is_no_projection_of_the_input_is_named():
         ("fp32", 2e-6, {"compile": "default", "layers": 1}),
     ],
 )
+@pytest.mark.usefixtures("quickly_compiled")
 def test_a_step_has_the_gradients_of_projections_apart(dtype: str, bound: float, choices: dict[str, Any]):
     def gradients(workload: TextbookWorkload) -> tuple[float, Tensor]:
         step = TrainingStep(workload, DEVICE)

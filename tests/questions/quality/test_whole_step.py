@@ -30,10 +30,11 @@ def by_step(size: TrainingSize = SMALL, seed: int = 0, **choices: Any) -> Traine
         {"attention": "sdpa", "projections": "joint", "optimizer": "adamw-fused"},
         {"checkpointing": "every-1", "optimizer": "adamw-loop"},
         pytest.param({**FUSED, "optimizer": "adamw-one-launch"}, marks=pytest.mark.slow),
-        pytest.param({"compile": "blocks", "optimizer": "adamw-under-backward"}, marks=pytest.mark.slow),
+        {"compile": "blocks", "optimizer": "adamw-under-backward"},
     ],
     ids=lambda choices: " ".join(map(str, choices.values())) or "plain",
 )
+@pytest.mark.usefixtures("quickly_compiled")
 def test_in_fp32_it_ends_where_the_plain_loop_does(choices: dict[str, Any]):
     """At every step, and so with every learning rate on the way."""
     few = replace(SMALL, steps=3 if choices.get("norm") == "fused" else 6)  # the interpreter takes a second a step
