@@ -32,7 +32,10 @@ def timeline_panel(explained: Explained) -> Panel:
     reserved = max(bytes_held for _, bytes_held in explained.replay.reserved)
     workload = notes.workload if notes else None
     heading = f"{workload.model.name}: {describe_workload(workload)}" if workload else "Live memory by category"
-    return panel_of(category_timeline(explained), explained.phases, heading=heading, reserved_bytes=reserved)
+    curve = explained.curve
+    kept = curve["event"].gather(_kept(_times_of(explained, curve["event"]), curve["allocated"], POINTS))
+    timeline = category_timeline(explained, kept)
+    return panel_of(timeline, explained.phases, heading=heading, reserved_bytes=reserved)
 
 
 def panel_of(
@@ -68,17 +71,19 @@ def thin(timeline: pl.DataFrame, points: int = POINTS) -> pl.DataFrame:
     the rows of the highest and of the lowest total stay, and the last, which the next bucket begins from. The first
     row stays too. So the maximum of every bucket, and with it the peak, is that of the whole.
     """
-    if timeline.height <= points:
-        return timeline
+    total = timeline.select(pl.sum_horizontal(pl.exclude(_TIMELINE_TIME))).to_series()
+    return timeline[_kept(timeline[_TIMELINE_TIME], total, points)]
+
+
+def _kept(times: pl.Series, totals: pl.Series, points: int) -> pl.Series:
+    """The rows that `thin` keeps."""
+    if len(times) <= points:
+        return pl.int_range(len(times), dtype=pl.Int64, eager=True)
     buckets = max((points - 1) // 3, 1)
-    since = pl.col(_TIMELINE_TIME) - pl.col(_TIMELINE_TIME).first()
+    since = times - times[0]
     kept = (
-        timeline.lazy()
-        .select(
-            row=pl.int_range(pl.len(), dtype=pl.Int64),
-            bucket=since * buckets // (since.last() + 1),
-            total=pl.sum_horizontal(pl.exclude(_TIMELINE_TIME)),
-        )
+        pl.LazyFrame({"total": totals, "bucket": since * buckets // (since[-1] + 1)})
+        .with_columns(row=pl.int_range(pl.len(), dtype=pl.Int64))
         .group_by("bucket")
         .agg(
             pl.concat_list(
@@ -91,12 +96,14 @@ def thin(timeline: pl.DataFrame, points: int = POINTS) -> pl.DataFrame:
         .collect()
         .to_series()
     )
-    return timeline[pl.concat([pl.Series("rows", [0], dtype=pl.Int64), kept]).unique().sort()]
+    return pl.concat([pl.Series("rows", [0], dtype=pl.Int64), kept]).unique().sort()
 
 
-def category_timeline(explained: Explained) -> pl.DataFrame:
+def category_timeline(explained: Explained, after: pl.Series | None = None) -> pl.DataFrame:
     """`time_us` (int64, relative to the first event), and the live bytes of each category, after every event that
     changed any; the first row is the state at the start. The categories of a row sum to what is allocated.
+
+    after: only these of the events, ascending, from the start on.
 
     `explained.phases` has the phases on the same clock.
     """
@@ -105,6 +112,11 @@ def category_timeline(explained: Explained) -> pl.DataFrame:
     ).with_columns(rounding=pl.col("rounding") - pl.col("requested"))
     start = pl.DataFrame({"category": [""], "requested": [0], "rounding": [0], "event": [BEFORE]})
     changes = pl.concat([start, changes_of(table, "requested", "rounding", by=("category",))])
+    if after is not None and len(after):
+        # Each change shows at the first of these events that is not before it.
+        changes = changes.filter(pl.col("event") <= after[-1])
+        changes = changes.with_columns(event=after.gather(after.search_sorted(changes["event"])))
+        changes = changes.group_by("event", "category").agg(pl.col("requested", "rounding").sum())
     of_category = [
         pl.col("requested").filter(pl.col("category") == category).sum().alias(category) for category in OF_TENSORS
     ]
@@ -114,10 +126,13 @@ def category_timeline(explained: Explained) -> pl.DataFrame:
         .sort("event")
         .with_columns(pl.col(CATEGORIES).cum_sum())
     )
-    snapshot = explained.snapshot
-    times = pl.Series(snapshot.times, dtype=pl.Int64) - snapshot.start_us
-    after = times.gather(live["event"].clip(lower_bound=0)).alias(_TIMELINE_TIME)
-    return live.select(after, *CATEGORIES)
+    return live.select(_times_of(explained, live["event"]), *CATEGORIES)
+
+
+def _times_of(explained: Explained, events: pl.Series) -> pl.Series:
+    """The times of events, relative to the first; the start has that of the first."""
+    times = pl.Series(explained.snapshot.times, dtype=pl.Int64) - explained.snapshot.start_us
+    return times.gather(events.clip(lower_bound=0)).alias(_TIMELINE_TIME)
 
 
 # What each device of a snapshot held, beside the one that is open.
@@ -141,12 +156,13 @@ def devices_of(explained: Explained) -> list[DeviceUse]:
     """What every device of the snapshot held, by its index."""
     uses: list[DeviceUse] = []
     for snapshot in (explained.snapshot, *explained.snapshot.others):
-        replayed = explained.replay if snapshot is explained.snapshot else replay(snapshot) if snapshot.events else None
+        is_open = snapshot is explained.snapshot
+        replayed = explained.replay if is_open else replay(snapshot) if snapshot.events else None
         blocks = [block for segment in snapshot.segments for block in segment.blocks]
         use = DeviceUse(
             device=snapshot.device,
             events=len(snapshot.events),
-            peak_bytes=replayed and replayed.peak_bytes,
+            peak_bytes=explained.peak_bytes if is_open else replayed and replayed.peak_bytes,
             reserved_peak_bytes=replayed and max(held for _, held in replayed.reserved),
             allocated_bytes=sum(block.size for block in blocks if block.is_active),
             reserved_bytes=sum(segment.total_size for segment in snapshot.segments),
@@ -332,12 +348,18 @@ def pools_at(explained: Explained, event: int) -> tuple[PoolUse, ...]:
         of[0] += live
         of[1] += used - live
         of[3 if blocks else 2] += segment.total_size - used
-    table = explained.allocations
+    table, alone = explained.allocations, len(history) == 1
+    peaks = [
+        explained.peak_bytes
+        if alone
+        else int(allocated_curve(table.filter(pl.col("pool") == i))["allocated"].sort()[-1])
+        for i in range(len(history))
+    ]
     return tuple(
         PoolUse(
             pool=pool, private=pool != ORDINARY, reserved_bytes=sum(held), allocated_bytes=held[0],
             awaiting_free_bytes=held[1], cached_bytes=held[2], fragmented_bytes=held[3],
-            peak_allocated_bytes=int(allocated_curve(table.filter(pl.col("pool") == i))["allocated"].sort()[-1]),
+            peak_allocated_bytes=peaks[i],
             peak_reserved_bytes=max(reserved for _, reserved in history[pool]),
         )
         for i, (pool, held) in enumerate(sums.items())

@@ -436,7 +436,7 @@ class Explained:
 
     @cached_property
     def peak_bytes(self) -> int:
-        return self.curve["allocated"].sort()[-1]
+        return cast("int", self.curve["allocated"].max())
 
     def time_us(self, event: int) -> int:
         """The time of an event, relative to the first event; 0 for the start."""
@@ -492,8 +492,9 @@ def changes_of(table: pl.DataFrame, *amounts: str, by: Sequence[str] = ()) -> pl
 def allocated_curve(allocations: pl.DataFrame) -> pl.DataFrame:
     """Allocated bytes after each event that changes them."""
     start = pl.DataFrame({"block": [0], "event": [BEFORE]})
-    by_event = pl.concat([start, changes_of(allocations, "block")]).group_by("event").agg(pl.col("block").sum())
-    return by_event.sort("event").select("event", allocated=pl.col("block").cum_sum())
+    changes = pl.concat([start, changes_of(allocations, "block")]).sort("event")
+    is_last = pl.col("event") != pl.col("event").shift(-1)
+    return changes.select("event", allocated=pl.col("block").cum_sum()).filter(is_last.fill_null(True))
 
 
 def explain(snapshot: Snapshot) -> Explained:

@@ -74,7 +74,8 @@ class Layout:
         self.settings = settings
         self.always_splits = settings.expandable_segments
         self.split_below = settings.max_split_size if settings.max_split_size > 0 else 1 << 63
-        self.simple_rounding = not any(divisions > 1 for divisions in settings.roundup_power2_divisions.values())
+        self._rounded: dict[int, int] = {}
+        """Requests that came before, of which there are few sizes."""
         self.free_from: dict[int, int] = {}
         """Start of each free block -> its end."""
         self.free_to: dict[int, int] = {}
@@ -101,7 +102,9 @@ class Layout:
         end = self.free_from.get(address)
         if end is None:
             raise Contradiction(f"nothing free starts at {address:#x}")
-        need = rounded_by_default(size) if self.simple_rounding else rounded(size, self.settings)
+        need = self._rounded.get(size)
+        if need is None:
+            need = self._rounded[size] = rounded(size, self.settings)
         rest = end - address - need
         if rest < 0:
             raise Contradiction(f"{need} bytes are taken at {address:#x} where {end - address} are free")
