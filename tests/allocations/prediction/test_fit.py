@@ -9,14 +9,17 @@ import pytest
 from stepscope.allocations.prediction.answer import answer_fit, answer_moments
 from stepscope.allocations.prediction.estimate import estimate, estimate_quickly, runs_within
 from stepscope.allocations.prediction.fit import (
+    GRAPH_SAFETY,
     OUTSIDE_BYTES,
     QUICK_SAFETY,
     SAFETY,
     Plan,
+    SymbolicPredictor,
     budget_of_device,
     budget_of_memory,
     fit,
     fit_of_run,
+    judge,
     largest_that_fits,
     will_fit,
     will_surely_fit,
@@ -415,3 +418,18 @@ def test_a_watched_loop_is_judged_on_another_card_and_with_another_batch_by_hand
 def test_a_run_without_measured_peaks_is_refused():
     with pytest.raises(InputError, match="has no measured peaks, as of every CPU: give its model"):
         fit_of_run(stored("cpu/first", "tiny"), None, None)
+
+
+@pytest.mark.parametrize("name", ["2.7B-b16-s1024*-0856f3a7", "large-b24-s1024*-1170a36e", "xl-b24-s512*-c96fe619"])
+def test_a_step_of_cuda_graphs_reserves_a_pool_of_its_own(name: str):
+    (file,) = Path("results/h100-x2/parallel").glob(f"*{name}/run.json")
+    run = load_run(file)
+    assert run.evidence.memory is not None and run.evidence.memory.reserved_peak and run.workload.graph == "step"
+    measured = run.evidence.memory.reserved_peak
+    assert isinstance(run.workload, TextbookWorkload)
+    reserved = estimate(run.workload).reserved_peak
+    eager = estimate(msgspec.structs.replace(run.workload, graph="none")).reserved_peak
+    assert reserved is not None and eager is not None and eager < reserved
+    assert measured * (1 - GRAPH_SAFETY) < reserved <= measured
+    small = judge(SymbolicPredictor(run.workload), budget_of_memory(measured // 2))
+    assert small.fits is False and small.ways  # no way out holds what a graph does not

@@ -105,6 +105,16 @@ class CachingAllocator:
             del self._blocks[block.address]
             self.reserved -= block.size
 
+    def begin_private_pool(self) -> None:
+        """Give back what holds nothing, and let no later request use what is left of other segments: what CUDA graphs
+        capture lies in a pool of its own (CUDACachingAllocator.cpp, `PrivatePool`)."""
+        self.release_cached()
+        for pieces in self._free:
+            for _, address in pieces:
+                self._blocks[address].free = False
+            pieces.clear()
+        self.reserved_peak = self.reserved
+
     def _segment(self, size: int, small: bool) -> _Block:
         wanted = segment_size(size)
         if self.limit_bytes is not None and self.reserved + wanted > self.limit_bytes:

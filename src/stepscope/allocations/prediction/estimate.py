@@ -31,7 +31,7 @@ from stepscope.core.parts import ATTENTIONS, REFERENCE, Attention
 from stepscope.core.precisions import PRECISIONS, check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
-from stepscope.core.workloads import OF_ONE_LAUNCH, TextbookWorkload
+from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload
 
 WORKSPACE_BYTES = 32 * MIB
 """What cuBLAS is given for each thread that asks it for matrix products, on Hopper
@@ -90,7 +90,7 @@ def estimate(workload: TextbookWorkload, device_type: DeviceType = "cuda") -> Me
 @functools.lru_cache(maxsize=1024)
 def _estimated(workload: TextbookWorkload, _attention: Attention | None, device_type: DeviceType) -> MemoryEstimate:
     allocator: Allocator = CachingAllocator() if device_type == "cuda" else RoundingAllocator(64)
-    return SymbolicStep(workload, device_type, allocator).run(STEPS)
+    return SymbolicStep(workload, device_type, allocator).run(GRAPH_WARMUP if workload.graph == "step" else STEPS)
 
 
 def estimate_quickly(workload: TextbookWorkload) -> MemoryEstimate:
@@ -107,7 +107,7 @@ def runs_within(workload: TextbookWorkload, limit_bytes: int) -> str | None:
 def _run_within(workload: TextbookWorkload, _attention: Attention | None, limit_bytes: int) -> str | None:
     step = SymbolicStep(workload, "cuda", CachingAllocator(limit_bytes))
     try:
-        step.run(STEPS_TO_FAIL)
+        step.run(GRAPH_WARMUP if workload.graph == "step" else STEPS_TO_FAIL)
     except OutOfMemory:
         return step.phase
     return None
@@ -169,6 +169,8 @@ class SymbolicStep:
         if steps == 1 and workload.phase == "train":
             self._make_optimizer_state()
         for step in range(steps):
+            if workload.graph == "step" and step == GRAPH_WARMUP - 1 and isinstance(self._allocator, CachingAllocator):
+                self._allocator.begin_private_pool()  # as `StepGraphs` empties the cache before it captures
             self._peaks, self._saved = {}, 0
             before = self._ledger.total
             for micro in range(min(workload.accumulation, MICRO_BATCHES)):
