@@ -360,3 +360,8 @@ def test_a_percentile_has_three_samples_above_it_or_is_absent():
     assert of(*map(float, range(1, 61))).percentile_s("p95") == pytest.approx(57.05)
     assert of(*map(float, range(1, 300))).percentile_s("p99") is None
     assert of(*map(float, range(1, 301))).percentile_s("p99") == pytest.approx(297.01)
+
+
+@given(st.lists(st.floats(min_value=1e-12, max_value=1e8) | st.just(0.0), min_size=2, max_size=20))
+def test_the_deviation_is_pythons_to_the_last_digit(values: list[float]):
+    assert of(*values).stdev_s == statistics.stdev(values)

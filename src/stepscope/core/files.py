@@ -34,7 +34,10 @@ def read_document(path: Path, most: int = LARGEST_DOCUMENT_BYTES) -> bytes:
     """
     check_regular(path)
     with path.open("rb") as file:
-        data = file.read(most + 1)
+        wanted = min(os.fstat(file.fileno()).st_size, most) + 1
+        data = file.read(wanted)  # to ask for the most would take as much memory each time
+        if len(data) == wanted <= most:  # it grew, or has no size, as those of /proc
+            data += file.read(most + 1 - wanted)
     if len(data) > most:
         raise InputError(
             f"{path} is larger than {format_bytes(most)}, and stepscope writes no such file: check which file you meant"
