@@ -108,7 +108,10 @@ class Sketch(Recorder):
     def _hear(self, output: Any) -> None:
         """Note what a forward returned."""
         values = [each for leaf in tree_leaves(output) for each in (leaf, *getattr(leaf, "__dict__", {}).values())]
-        self._returned = [weakref.ref(each) for each in values if isinstance(each, Tensor)]
+        tensors = [each for each in values if isinstance(each, Tensor)]
+        self._returned = [weakref.ref(each) for each in tensors]
+        if not any(each.numel() == 1 and each.requires_grad for each in tensors):
+            self.why_not = "its loss is computed outside of the model, and not returned by its forward"
 
     def _copy(self) -> None:
         root, optimizer = self._root, self._optimizer
