@@ -109,7 +109,7 @@ if __name__ == "__main__":
     found = {
         f"{pass_.__name__} {head_dim} {'causal' if causal else 'full'}": pass_(head_dim, causal)
         for pass_ in (forward, backward)
-        for head_dim in (64, 80, 128)
+        for head_dim in map(int, sys.argv[2:])
         for causal in (True, False)
     }
     Path(sys.argv[1]).write_text(json.dumps(found))
