@@ -12,7 +12,7 @@ import tempfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -137,36 +137,21 @@ class SqliteTables:
         low, high = int(bounds.item(0, "low")), int(bounds.item(0, "high"))
         # Rows are numbered without gaps; a file where they are not is read at once. A row takes some bytes.
         step = _BATCH_ROWS if high - low <= self._bytes else high - low + 1
-        rows = (f"rowid BETWEEN {first} AND {min(first + step - 1, high)}" for first in range(low, high + 1, step))
+        wanted = [f'CAST(ifnull("{name}", {NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
+        wanted += [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
+        columns = ", ".join(wanted)
+        queries = (
+            f'SELECT {columns} FROM "{table}" WHERE rowid BETWEEN {first} AND {min(first + step - 1, high)}'
+            for first in range(low, high + 1, step)
+        )
         # SQLite works without Python's lock: while one batch is looked at, the next ones are read.
         with ThreadPoolExecutor(_READERS) as readers:
-
-            def read(count: int) -> None:
-                ahead.extend(
-                    readers.submit(self._rows, table, some, numbers, texts) for some in itertools.islice(rows, count)
-                )
-
-            ahead: deque[Future[pl.DataFrame]] = deque()
-            read(_READERS)
+            ahead = deque(readers.submit(self._query, query) for query in itertools.islice(queries, _READERS))
             while ahead:
                 frame = ahead.popleft().result()
-                read(1)
+                ahead.extend(readers.submit(self._query, query) for query in itertools.islice(queries, 1))
                 if frame.height:
                     yield frame
-
-    def _rows(self, table: str, rows: str, numbers: list[str], texts: list[str]) -> pl.DataFrame:
-        """Some rows. Numbers that SQLite casts take half as much time again, so only columns that need it are cast."""
-        plain = [f'"{name}" AS "{name}"' for name in numbers]
-        cast = [f'CAST(ifnull("{name}", {NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
-        last = [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
-        try:
-            frame = self._query(f'SELECT {", ".join(plain + last)} FROM "{table}" WHERE {rows}')
-        except InputError:  # a value is not of its column's type
-            frame = pl.DataFrame(schema=dict.fromkeys(numbers, pl.Null))
-        if any(dtype != pl.Int64 for dtype in frame.dtypes[: len(numbers)]):
-            return self._query(f'SELECT {", ".join(cast + last)} FROM "{table}" WHERE {rows}')
-        missing = [name for name in numbers if frame[name].null_count()]
-        return frame.with_columns(pl.col(missing).fill_null(NO_NUMBER)) if missing else frame
 
     def _query(self, query: str) -> pl.DataFrame:
         try:
