@@ -433,3 +433,5 @@ def test_a_step_of_cuda_graphs_reserves_a_pool_of_its_own(name: str):
     assert measured * (1 - GRAPH_SAFETY) < reserved <= measured
     small = judge(SymbolicPredictor(run.workload), budget_of_memory(measured // 2))
     assert small.fits is False and small.ways  # no way out holds what a graph does not
+    shared = [way.options for way in small.ways if "fsdp2" in way.options]
+    assert all(options.endswith("--graph none") for options in shared)

@@ -573,6 +573,7 @@ class _Search(Generic[W]):
                 words = f"parameters, gradients and optimizer state sharded over {gpus} GPUs"
                 # Each has this batch, and --batch-size is that of all ranks together.
                 options = f"--parallel fsdp2 --ranks {gpus} --batch-size {gpus * workload.batch_size}"
+                options += " --graph none" if workload.graph == "step" else ""  # which holds no step of FSDP2's
                 plan = self._plan((*changes, Change(change=words, options=options, fields={})))
                 return msgspec.structs.replace(plan, peak_bytes=peak, gpus=gpus)
         return None
