@@ -20,7 +20,8 @@ from stepscope.allocations.prediction.caching_allocator import rounded
 from stepscope.core.errors import InputError
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.fake_module import attention_backend, make_fake_step
-from stepscope.recording.fake_memory import AsOnCuda, FakeMemory
+from stepscope.recording.as_on_cuda import AsOnCuda
+from stepscope.recording.fake_memory import FakeMemory
 
 
 class _CutMade(BaseException):

@@ -18,15 +18,9 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import MemoryCategory
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.fake_module import estimate_by_running
+from stepscope.recording.as_on_cuda import _IN_FP32, AsOnCuda, AttentionBackend, chosen_backend
 from stepscope.recording.driven import observe_step
-from stepscope.recording.fake_memory import (
-    _IN_FP32,
-    AsOnCuda,
-    AttentionBackend,
-    FakeMemory,
-    FakeMemoryOfOwn,
-    chosen_backend,
-)
+from stepscope.recording.fake_memory import FakeMemory, FakeMemoryOfOwn
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, mini
 from tests.fake_compile import saved_by_compiled_step
@@ -187,25 +181,67 @@ def test_the_backend_is_the_first_that_is_able(call: dict[str, Any], backend: st
         off(enabled=True)
 
 
-def attended(*mask: int, heads: int = 4, grad: bool = False, condition: bool = False) -> tuple[FakeMemory, int]:
+def attended(
+    *mask: int, heads: int = 4, grad: bool = False, condition: bool = False, dropout: float = 0, autocast: bool = False
+) -> tuple[FakeMemory, int]:
     """What attention as chosen allocates in 16 bits, and the bytes that it keeps for backward."""
     with FakeTensorMode(), FakeMemory() as watch:
         dtype = torch.bool if condition else torch.bfloat16
         given = torch.empty(mask, dtype=dtype, requires_grad=grad) if mask else None
         query, key, value = queries(), queries(heads), queries(heads)
-        with watch.phase("forward"), AsOnCuda("chosen"):
-            out = F.scaled_dot_product_attention(query, key, value, given)
+        with watch.phase("forward"), AsOnCuda("chosen"), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = F.scaled_dot_product_attention(query, key, value, given, dropout)
         kept = live_bytes(watch, "saved for backward")
         out.sum().backward()
     return watch, kept
 
 
-def test_heads_that_are_broadcast_keep_their_scores():
-    """In bf16, too: PyTorch computes them in fp32 unless it is told not to."""
-    _, kept = attended(heads=1)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_heads_that_are_broadcast_keep_their_scores(autocast: bool):
+    """In bf16, too: PyTorch computes them in fp32 unless it is told not to, and autocast casts nothing in between."""
+    _, kept = attended(heads=1, autocast=autocast)
     numbers, scores = 2 * 4 * 12 * 16, 2 * 4 * 12 * 12
     # In fp32 the scores, scaled queries, and keys and values that are expanded to the heads of the queries.
     assert kept == 4 * (3 * numbers + scores) + 2 * numbers
+
+
+def test_dropped_weights_of_such_heads_are_kept_with_a_byte_each():
+    """CUDA's dropout, in attention that is written out, too."""
+    numbers, scores = 2 * 4 * 12 * 16, 2 * 4 * 12 * 12
+    assert attended(heads=1, dropout=0.1)[1] == attended(heads=1)[1] + scores * (4 + 1)
+    assert 4 * (3 * numbers + scores) + 2 * numbers == attended(heads=1)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_written_out_gives_what_pytorchs_gives(dtype: torch.dtype):
+    """Beside its own operator, with dropout of nearly nothing."""
+    q, k, v = (torch.randn(2, 4, 6, 8, dtype=dtype) for _ in range(3))
+    mask = torch.randn(2, 1, 6, 6, dtype=dtype)
+    for given in ({"attn_mask": mask}, {"is_causal": True}, {"scale": 0.3}):
+        with AsOnCuda(lambda _: "math"):
+            plain = F.scaled_dot_product_attention(q, k, v, **given)
+            torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, dropout_p=1e-12, **given), plain)
+
+
+@pytest.mark.parametrize(
+    ("shape", "over", "dtype", "bytes_taken"),
+    [
+        ((4096, 3072), [0], torch.bfloat16, 100_663_296),  # both seen in the allocator's history on an H200
+        ((3152, 3072), [0], torch.bfloat16, 78_643_200),
+        ((4096, 3072), [0], torch.float32, 100_663_296),
+        ((8, 512, 3072), [0, 1], torch.bfloat16, 100_663_296),  # dimensions that follow each other are one
+        ((4096, 3072), [1], torch.bfloat16, 0),  # neighbours
+        ((64, 3072), [0], torch.bfloat16, 0),  # few enough for the threads of a block
+    ],
+)
+def test_sums_over_rows_leave_their_parts_in_memory(
+    shape: tuple[int, ...], over: list[int], dtype: torch.dtype, bytes_taken: int
+):
+    """64 blocks (50 for 3,152 rows) of 32 x 4 threads leave 4 vectors of 4 bytes for each of 3,072 sums."""
+    with FakeTensorMode(), FakeMemory(workspace_bytes=1) as watch:
+        sums = torch.empty(shape, dtype=dtype).sum(over)
+    passing = [a.nbytes for a in watch.allocations if a.operator.startswith("aten.sum") and a.nbytes != sums.nbytes]
+    assert passing == ([bytes_taken] if bytes_taken else [])
 
 
 def test_a_mask_is_padded_and_its_gradient_too():
@@ -273,11 +309,33 @@ def test_autocast_is_cudas():
         assert (torch.empty(4, 4) @ torch.empty(4, 4)).exp().dtype == torch.bfloat16, "and not the CPU's"
 
 
+def test_cross_entropy_under_autocast_keeps_log_softmax_in_the_dtype_of_the_scores():
+    """CUDA's lists name nll_loss and not cross_entropy, so both are kept: log-softmax in 16 bits, and its fp32 copy."""
+    with FakeTensorMode(), FakeMemory() as watch, AsOnCuda(), torch.autocast("cpu", torch.bfloat16):
+        scores = torch.empty(6, 10, dtype=torch.bfloat16, requires_grad=True)
+        with watch.phase("forward"):
+            loss = F.cross_entropy(scores, torch.zeros(6, dtype=torch.int64))
+    assert loss.dtype == torch.float32
+    kept = [a.nbytes for a in watch.allocations if a.category == "saved for backward" and a.nbytes > 8]
+    assert sorted(kept) == [6 * 8, 6 * 10 * 2, 6 * 10 * 4]  # and the targets
+
+
+def test_code_that_asks_for_cudas_autocast_hears_of_it():
+    """As Nemotron's norms do, which cast by themselves."""
+    asked = torch.is_autocast_enabled
+    with AsOnCuda().throughout([]), torch.autocast("cpu", torch.bfloat16):
+        assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+        assert torch.get_autocast_dtype("cuda") == torch.bfloat16
+    assert torch.is_autocast_enabled is asked and not torch.is_autocast_enabled()
+
+
 def test_autocast_casts_all_that_pytorchs_header_lists():
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     lists = re.findall(r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)((?:.*\\\n)+.*)", header.read_text())
     listed = {name for each in lists for name in re.findall(r"_\((\w+)", each)}
     assert len(listed) > 60 and listed - _IN_FP32 == {"sum"}  # which is cast as it adds
+    made_of_such = {"__pow__", "__rpow__", "square", "interpolate", "softmin"}
+    assert {name for name in _IN_FP32 - listed if "norm" not in name and "upsample" not in name} == made_of_such
 
 
 @pytest.mark.parametrize("known", [True, False])

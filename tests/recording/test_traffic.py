@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from stepscope.core.evidence import CollectiveCalls
+from stepscope.recording.flops import TrafficCounts
 from stepscope.recording.observe import whole_bytes
-from stepscope.recording.traffic import TrafficCounts
 
 RANKS, WIDTH = 4, 16
 MATRIX, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH

@@ -38,6 +38,7 @@ from stepscope.core.units import MIB, format_bytes
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, is_configuration
 from stepscope.engine.request import Stage, Tell
 from stepscope.recording import fake_memory
+from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend
 from stepscope.recording.held_tensors import optimizer_tensors
 from stepscope.recording.step import Phase, Recorder, drive
 from stepscope.training.scaled_products import cast_as_on_a_gpu
@@ -65,7 +66,7 @@ STEPS_BEFORE = 2
 """Steps before the one that counts. The first makes the optimizer's state, so the second is the first that is like
 all later ones."""
 
-_BACKENDS: dict[Memory, fake_memory.AttentionBackend] = {
+_BACKENDS: dict[Memory, AttentionBackend] = {
     "math": "math", "efficient": "efficient", "flash": "flash", "cudnn": "cudnn", "fused": "flash", "hopper": "flash",
 }  # fmt: skip
 """The backend of scaled_dot_product_attention that stands in for an attention: our own fused kernels keep and allocate
@@ -113,7 +114,7 @@ def watch_fake_step(workload: TextbookWorkload, *, workspace_bytes: int = WORKSP
             "a tensor of this step would be beyond PyTorch's 64-bit sizes: lower the batch or the sequence"
         )
     watch = fake_memory.FakeMemory(workspace_bytes=workspace_bytes)
-    as_on_cuda = fake_memory.AsOnCuda(lambda query: attention_backend(workload, query))
+    as_on_cuda = AsOnCuda(lambda query: attention_backend(workload, query))
     with contextlib.ExitStack() as modes:
         modes.enter_context(FakeTensorMode())
         modes.enter_context(watch)
@@ -158,7 +159,7 @@ class _FakePhases(Recorder):
             self.watch.label([p.grad for p in self.step.model.parameters() if p.grad is not None], "gradients")
 
 
-def attention_backend(workload: TextbookWorkload, query: Tensor) -> fake_memory.AttentionBackend:
+def attention_backend(workload: TextbookWorkload, query: Tensor) -> AttentionBackend:
     """The backend that scaled_dot_product_attention takes on a Hopper GPU: in 16 bits cuDNN (PyTorch 2.11).
 
     The only fused kernel for fp32, the efficient one, takes no shared keys (sdp_utils.cpp).
@@ -442,7 +443,7 @@ def watch_module(
             if user_module.optimizer is not None:
                 _update_as_on_a_gpu(user_module.optimizer)
             cast_as_on_a_gpu(step.model)
-            as_on_cuda = fake_memory.AsOnCuda("chosen")
+            as_on_cuda = AsOnCuda("chosen")
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
         if user_module.optimizer is not None:
             # One that compiles its update, as torchao's do, runs it uncompiled: no compiler follows these modes.

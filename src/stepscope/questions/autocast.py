@@ -27,8 +27,9 @@ from stepscope.core.model_config import PRESETS, choose_model, configure
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.answers import check_room, computed_answer, table_by
 from stepscope.questions.replays import hooked
+from stepscope.recording.as_on_cuda import AsOnCuda
 from stepscope.recording.environment import resolve_device
-from stepscope.recording.fake_memory import AsOnCuda, without_tracebacks
+from stepscope.recording.fake_memory import without_tracebacks
 from stepscope.training.training_step import build_model
 from stepscope.training.user_module.loading import load_module
 from stepscope.training.user_module.module_step import UserModule, check_gradient

@@ -95,7 +95,7 @@ def step_flops(step: Driven, timing: Device) -> tuple[dict[str, Work], dict[str,
 
 def step_traffic(step: Driven, timing: Device) -> tuple[CollectiveCalls, ...]:
     """Run a step that ranks share, and count the collectives that this one calls."""
-    from stepscope.recording.traffic import TrafficCounts  # noqa: PLC0415  (for steps that ranks share)
+    from stepscope.recording.flops import TrafficCounts  # noqa: PLC0415  (for steps that ranks share)
 
     step.prepare()
     with ranges.silenced(), torch.compiler.set_stance("force_eager"), TrafficCounts() as counts:

@@ -11,7 +11,6 @@ for each thread that multiplies matrices; on a GPU autograd runs backward on a t
 
 import contextlib
 import contextvars
-import functools
 import logging
 import sys
 import traceback
@@ -20,10 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -34,12 +32,12 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import MemoryCategory
+from stepscope.core.formulas import bytes_of_partial_sums
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
 from stepscope.recording.precision import SCALED_CASTS, SCALED_PRODUCTS
@@ -56,6 +54,9 @@ _TAKES: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._ctc_loss_backward.Tensor: lambda args: args[6].nbytes,
 }
 """Bytes that operators' kernels take for themselves, by their arguments."""
+
+_SUMS = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})
+"""Operators whose kernels on CUDA take memory for parts of sums."""
 
 _OF_HOST = contextvars.ContextVar("of_host", default=False)
 
@@ -196,6 +197,11 @@ class FakeMemory(TorchDispatchMode):
         thread = "backward" if self._phase == BACKWARD else "main"
         if func in _TAKES:
             self._passes(_TAKES[func](args), func)
+        if self._workspace_bytes and func in _SUMS:
+            summed = args[0]
+            taken = bytes_of_partial_sums(summed.shape, summed.stride(), args[1], summed.itemsize)
+            if taken:
+                self._passes(taken, func)
         needs_workspace = self._workspace_bytes and func._schema.name in _PRODUCTS
         if needs_workspace and thread not in self._threads_with_workspace:
             self._threads_with_workspace.add(thread)
@@ -652,225 +658,3 @@ def _where() -> str:
         if Path(file).is_file() and not file.startswith(_HOUSES):
             return f" ({Path(file).name}:{line})"
     return ""
-
-
-# Fake tensors on the CPU that are treated as CUDA treats its own.
-#
-# A PyTorch that was built without CUDA has no autograd for fake CUDA tensors. Fake CPU tensors work everywhere. An
-# operator's tensors depend on the device for three reasons only, all above autograd: which operators autocast runs in
-# fp32, which kernel scaled_dot_product_attention becomes, and what dropout saves. This mode decides each as CUDA does.
-
-
-AttentionBackend = Literal["math", "efficient", "flash", "cudnn"]
-
-# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h, by the names that Python gives the operators,
-# with functions that are made of them: `square` of `pow`. Of the 16-bit list, CPU and CUDA differ in recurrent cells.
-_UPSAMPLES = (
-    *("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d"),
-    *("nearest_exact1d", "nearest_exact2d", "nearest_exact3d", "bilinear2d_aa", "bicubic2d_aa"),
-)
-_IN_FP32 = frozenset({
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
-    "sinh", "tan", "pow", "__pow__", "__rpow__", "square", "softplus", "layer_norm", "native_layer_norm", "rms_norm",
-    "group_norm", "frobenius_norm", "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss",
-    "nll_loss", "nll_loss2d", "hinge_embedding_loss", "cross_entropy", "kl_div", "l1_loss", "smooth_l1_loss",
-    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
-    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
-    "logsumexp", "interpolate", "prod", "softmax", "softmin", "log_softmax", "cumprod", "cumsum", "norm",
-    "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", *(f"upsample_{name}" for name in _UPSAMPLES),
-    *(f"_upsample_{name}" for name in _UPSAMPLES),
-})  # fmt: skip
-_SUMS_INTO_FP32 = frozenset({"sum"})
-"""Operators that reduce in fp32 without a copy of their input in fp32."""
-
-
-class AsOnCuda(TorchFunctionMode):
-    """A mode in which autocast("cpu") casts what autocast("cuda") would, and fused attention and dropout are CUDA's."""
-
-    def __init__(self, attention: Callable[[Tensor], AttentionBackend] | Literal["chosen"] | None = None) -> None:
-        """attention: the backend for these queries (B, H, S, D), and keys that several heads share are repeated where
-        it takes none; "chosen" is the one that PyTorch takes (`chosen_backend`); None leaves it to the CPU, which casts
-        alike."""
-        super().__init__()
-        self._attention = attention
-
-    @contextlib.contextmanager
-    def throughout(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Enter the mode in each forward of these modules, in backward too: a checkpoint runs its module again there,
-        and autograd's engine leaves every mode of this kind.
-        """
-        entered: list[bool] = []
-
-        def enter(*_: object) -> None:
-            entered.append(self not in _get_current_function_mode_stack())
-            if entered[-1]:
-                self.__enter__()
-
-        def leave(*_: object) -> None:
-            if entered.pop():
-                self.__exit__(None, None, None)
-
-        with contextlib.ExitStack() as undo:
-            for module in modules:
-                undo.callback(module.register_forward_pre_hook(enter).remove)
-                undo.callback(module.register_forward_hook(leave, always_call=True).remove)
-            yield
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if func is F.scaled_dot_product_attention and self._attention is not None:
-            return self._attend(*args, **kwargs)
-        if func is F.dropout:
-            return _dropout(func, *args, **kwargs)
-        if func is F.multi_head_attention_forward:
-            with self._inside():
-                return func(*args, **kwargs)
-        if torch.is_autocast_enabled("cpu"):
-            if name in _IN_FP32:
-                args = tuple(value.float() if _is_half(value) else value for value in args)
-                kwargs = {key: value.float() if _is_half(value) else value for key, value in kwargs.items()}
-            elif name in _SUMS_INTO_FP32 and kwargs.get("dtype") is None and _is_half(args[0]):
-                kwargs["dtype"] = torch.float32
-        return func(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        """While open, attention that is written in Python calls this mode. PyTorch takes a mode off while it handles a
-        function, so the operators that the function calls would be the CPU's."""
-        softmax, attend, dropout = F.softmax, F.scaled_dot_product_attention, F.dropout
-
-        F.softmax = lambda *args, **kwargs: self.__torch_function__(softmax, (), args, kwargs)
-        F.dropout = functools.partial(_dropout, dropout)
-        if self._attention is not None:
-            F.scaled_dot_product_attention = self._attend
-        try:
-            yield
-        finally:
-            F.softmax, F.scaled_dot_product_attention, F.dropout = softmax, attend, dropout
-
-    def _attend(  # noqa: PLR0917  (the parameters of scaled_dot_product_attention, which is called by place, too)
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """Attention by the operators that at::scaled_dot_product_attention calls on CUDA.
-
-        enable_gqa: keys and values have fewer heads than queries. For the efficient kernel, which requires as many,
-        they are repeated.
-        """
-        if torch.is_autocast_enabled("cpu"):
-            dtype = torch.get_autocast_dtype("cpu")
-            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-            attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
-        assert self._attention is not None
-        if callable(self._attention):
-            backend = self._attention(query)
-        else:
-            backend = chosen_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
-        bias = _bias(attn_mask, query, key, backend)
-        aten = torch.ops.aten
-        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
-        if backend == "efficient":
-            group = query.shape[1] // key.shape[1]
-            if group > 1:
-                key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
-            return aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, differentiable, dropout_p, is_causal, scale=scale
-            )[0]
-        if backend == "cudnn":
-            return aten._scaled_dot_product_cudnn_attention(
-                query, key, value, bias, differentiable, dropout_p, is_causal, False, scale=scale
-            )[0]
-        if backend == "flash":
-            head_dim = query.shape[-1]
-            scale = head_dim**-0.5 if scale is None else scale
-            padding = -head_dim % 8
-            if padding:
-                query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
-            attend = aten._scaled_dot_product_flash_attention
-            out = attend(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-            return out[..., :head_dim] if padding else out
-        return aten._scaled_dot_product_attention_math(
-            query, key, value, bias, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-
-
-def chosen_backend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, is_causal: bool, enable_gqa: bool
-) -> AttentionBackend:
-    """The backend that PyTorch takes on a Hopper GPU: the first that is able, of cuDNN, flash, efficient and math
-    (ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h). Raises RuntimeError as it does, where the user
-    has disabled math and no other is able.
-
-    query (B, H, S, D), key (B, H or fewer, T, D), value (B, as key, T, E); mask: broadcast to (B, H, S, T).
-    """
-    cuda, tensors = torch.backends.cuda, (query, key, value)
-    half, dims = _is_half(query), (query.shape[-1], value.shape[-1])
-    heads = [tensor.shape[1] for tensor in tensors if tensor.dim() > 2]
-    fused = (
-        all(t.dim() == 4 and t.dtype == query.dtype for t in tensors)
-        and len({t.shape[0] for t in tensors}) == 1
-        and min(query.shape[2], key.shape[2]) > 0
-        and all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors)
-        and (mask is None or mask.stride(-1) == 1)
-    )
-    same = len(set(heads)) == 1
-    shared = same or (enable_gqa and fused and all(heads[0] % count == 0 for count in heads))
-    able: dict[AttentionBackend, bool] = {
-        "cudnn": cuda.cudnn_sdp_enabled() and half and shared and max(dims) <= 256 and not any(d % 8 for d in dims)
-        and key.shape[-2] > 1 and _fits_scores(mask, query, key),
-        "flash": cuda.flash_sdp_enabled() and half and shared and len(set(heads[1:])) == 1 and mask is None
-        and dims[0] == dims[1] <= 256 and not (is_causal and query.shape[-2] != key.shape[-2]),
-        "efficient": cuda.mem_efficient_sdp_enabled() and (half or query.dtype == torch.float32) and same
-        and not any(d % (8 if half else 4) for d in dims),
-    }  # fmt: skip
-    chosen: AttentionBackend | None = next((name for name, is_able in able.items() if fused and is_able), None)
-    if chosen is None and not cuda.math_sdp_enabled():
-        raise RuntimeError("No available kernel. Aborting execution.")
-    return chosen or "math"
-
-
-def _fits_scores(mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
-    """Whether cuDNN takes the mask: of 2 or 4 sizes that broadcast to the scores' as they are, without a gradient."""
-    if mask is None or mask.dim() not in (2, 4):
-        return mask is None
-    of_scores = (*query.shape[:3], key.shape[2])[-mask.dim() :]
-    fits = all(size in (1, of) for size, of in zip(mask.shape, of_scores, strict=True))
-    return fits and not mask.requires_grad
-
-
-def _bias(mask: Tensor | None, query: Tensor, key: Tensor, backend: AttentionBackend) -> Tensor | None:
-    """The mask as the kernels add it to the scores: a condition in the queries' dtype, and views of (B, H, S, T). For
-    the efficient one rows lie in multiples of 8 elements (pad_bias of ATen/native/transformers/attention.cpp)."""
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype))
-    if query.dim() != 4 or backend == "math":
-        return mask
-    if backend == "efficient" and (mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1])):
-        width = mask.shape[-1]
-        mask = F.pad(mask, (0, 8 - width % 8))[..., :width]
-    return mask.expand(*query.shape[:3], key.shape[2])
-
-
-def _dropout(
-    otherwise: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    """Dropout as CUDA's fused kernel has it, which saves a mask of one byte an element, where a CPU saves the factors
-    in the dtype of the input (aten/src/ATen/native/Dropout.cpp)."""
-    if training and not inplace and 0 < p < 1 and input.numel():
-        return torch.native_dropout(input, p, True)[0]
-    return otherwise(input, p, training, inplace)
-
-
-def _is_half(value: object) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)

@@ -14,7 +14,7 @@ from stepscope.questions.autocast import (
     observe_cuda_rules,
     observe_operators,
 )
-from stepscope.recording.fake_memory import AsOnCuda
+from stepscope.recording.as_on_cuda import AsOnCuda
 
 TORCH_RELEASE = tuple(int(number) for number in torch.__version__.split(".")[:2])
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from stepscope import parallel
 from stepscope.core.errors import InputError
+from stepscope.recording.flops import TrafficCounts
 from stepscope.recording.observe import whole_bytes
-from stepscope.recording.traffic import TrafficCounts
 from tests.training.parallel.ranks import on_ranks
 
 

@@ -6,6 +6,8 @@ are those of the formula as written in each docstring; a kernel may take more or
 each result written once.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -117,3 +119,47 @@ def adamw_work(
         bytes_read=parameters * (bytes_per_element + (bytes_per_master or bytes_per_element) + moments),
         bytes_written=parameters * (bytes_per_element + bytes_per_master + moments),
     )
+
+
+def bytes_of_partial_sums(
+    shape: Sequence[int], stride: Sequence[int], over: int | Sequence[int] | None, itemsize: int
+) -> int:
+    """Bytes in which blocks on CUDA leave their parts of sums over a tensor's slower dimensions, as those of a bias's
+    gradient: the sums in fp32, by the blocks of each and what one block sums at once (ReduceConfig of
+    ATen/native/cuda/Reduce.cuh). On a Hopper GPU; another one's processors and threads change it for few sizes."""
+    dims = len(shape)
+    summed = {dim % dims for dim in ([over] if isinstance(over, int) else over or range(dims))}
+    reduced = _coalesced([(shape[dim], stride[dim]) for dim in range(dims) if dim in summed])
+    kept = _coalesced([(shape[dim], stride[dim]) for dim in range(dims) if dim not in summed])
+    if not reduced or not kept or reduced[0][1] < kept[0][1]:
+        return 0  # sums of neighbours: their parts are as small as the output
+    inputs, outputs = (math.prod(size for size, _ in of) for of in (reduced, kept))
+    vector = math.gcd(4, kept[0][0], *(step for _, step in [*reduced, *kept[1:]])) if kept[0][1] == 1 else 1
+    threads = 512 // vector
+    wide, high = (min(threads, 1 << (max(1, n).bit_length() - 1)) for n in (outputs // vector, inputs))
+    height = min(high, threads // min(wide, 32))
+    width = min(wide, threads // height)
+    if inputs < min(16 * height, 256):
+        return 0
+    of_a_thread, groups = -(-inputs // height), -(-(outputs // vector) // width)
+    room = _MULTIPROCESSORS * (_THREADS // (width * height))
+    if of_a_thread < 256 or groups > room:
+        return 0
+    blocks = max(min(-(-room // groups), -(-of_a_thread // 16)), -(-of_a_thread // 256))
+    return max(4, itemsize) * outputs * blocks * width * vector if blocks > 1 else 0
+
+
+_MULTIPROCESSORS, _THREADS = 132, 2048
+"""Of a Hopper GPU, and the threads of each."""
+
+
+def _coalesced(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sizes and strides, the fastest first, where those that follow each other in memory are one."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in sorted(dims, key=lambda each: each[1]):
+        if size > 1:
+            if merged and stride == math.prod(merged[-1]):
+                merged[-1] = (merged[-1][0] * size, merged[-1][1])
+            else:
+                merged.append((size, stride))
+    return merged

@@ -1,0 +1,312 @@
+"""Fake tensors on the CPU that are treated as CUDA treats its own.
+
+A PyTorch that was built without CUDA has no autograd for fake CUDA tensors. Fake CPU tensors work everywhere. An
+operator's tensors depend on the device for three reasons only, all above autograd: which operators autocast runs in
+fp32, which kernel scaled_dot_product_attention becomes, and what dropout saves. A mode decides each as CUDA does.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+AttentionBackend = Literal["math", "efficient", "flash", "cudnn"]
+
+# AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h, by the names that Python gives the operators,
+# with functions that are made of them: `square` of `pow`. Of the 16-bit list, CPU and CUDA differ in recurrent cells.
+_UPSAMPLES = (
+    *("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "trilinear3d", "bicubic2d"),
+    *("nearest_exact1d", "nearest_exact2d", "nearest_exact3d", "bilinear2d_aa", "bicubic2d_aa"),
+)
+_IN_FP32 = frozenset({
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+    "sinh", "tan", "pow", "__pow__", "__rpow__", "square", "softplus", "layer_norm", "native_layer_norm", "rms_norm",
+    "group_norm", "frobenius_norm", "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss",
+    "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss",
+    "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
+    "logsumexp", "interpolate", "prod", "softmax", "softmin", "log_softmax", "cumprod", "cumsum", "norm",
+    "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm", *(f"upsample_{name}" for name in _UPSAMPLES),
+    *(f"_upsample_{name}" for name in _UPSAMPLES),
+})  # fmt: skip
+_SUMS_INTO_FP32 = frozenset({"sum"})
+"""Operators that reduce in fp32 without a copy of their input in fp32."""
+
+
+class AsOnCuda(TorchFunctionMode):
+    """A mode in which autocast("cpu") casts what autocast("cuda") would, and fused attention and dropout are CUDA's."""
+
+    def __init__(self, attention: Callable[[Tensor], AttentionBackend] | Literal["chosen"] | None = None) -> None:
+        """attention: the backend for these queries (B, H, S, D), and keys that several heads share are repeated where
+        it takes none; "chosen" is the one that PyTorch takes (`chosen_backend`); None leaves it to the CPU, which casts
+        alike."""
+        super().__init__()
+        self._attention = attention
+
+    @contextlib.contextmanager
+    def throughout(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Enter the mode in each forward of these modules, in backward too: a checkpoint runs its module again there,
+        and autograd's engine leaves every mode of this kind.
+        """
+        entered: list[bool] = []
+
+        def enter(*_: object) -> None:
+            entered.append(self not in _get_current_function_mode_stack())
+            if entered[-1]:
+                self.__enter__()
+
+        def leave(*_: object) -> None:
+            if entered.pop():
+                self.__exit__(None, None, None)
+
+        with _asked_of_cuda(), contextlib.ExitStack() as undo:
+            for module in modules:
+                undo.callback(module.register_forward_pre_hook(enter).remove)
+                undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if func is F.scaled_dot_product_attention and self._attention is not None:
+            return self._attend(*args, **kwargs)
+        if func is F.dropout:
+            return _dropout(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self._inside():
+                return func(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            if func is F.cross_entropy and _is_half(args[0] if args else kwargs["input"]):
+                return _cross_entropy(*args, **kwargs)
+            if name in _IN_FP32:
+                args = tuple(value.float() if _is_half(value) else value for value in args)
+                kwargs = {key: value.float() if _is_half(value) else value for key, value in kwargs.items()}
+            elif name in _SUMS_INTO_FP32 and kwargs.get("dtype") is None and _is_half(args[0]):
+                kwargs["dtype"] = torch.float32
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """While open, attention that is written in Python calls this mode. PyTorch takes a mode off while it handles a
+        function, so the operators that the function calls would be the CPU's."""
+        softmax, attend, dropout = F.softmax, F.scaled_dot_product_attention, F.dropout
+
+        F.softmax = lambda *args, **kwargs: self.__torch_function__(softmax, (), args, kwargs)
+        F.dropout = functools.partial(_dropout, dropout)
+        if self._attention is not None:
+            F.scaled_dot_product_attention = self._attend
+        try:
+            yield
+        finally:
+            F.softmax, F.scaled_dot_product_attention, F.dropout = softmax, attend, dropout
+
+    def _attend(  # noqa: PLR0917  (the parameters of scaled_dot_product_attention, which is called by place, too)
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attention by the operators that at::scaled_dot_product_attention calls on CUDA.
+
+        enable_gqa: keys and values have fewer heads than queries. For the efficient kernel, which requires as many,
+        they are repeated.
+        """
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+            attn_mask = attn_mask.to(dtype) if attn_mask is not None and attn_mask.is_floating_point() else attn_mask
+        with torch.autocast("cpu", enabled=False):  # what attention is made of is not cast again
+            return self._attend_in(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    def _attend_in(  # noqa: PLR0917  (as of _attend)
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> Tensor:
+        assert self._attention is not None
+        if callable(self._attention):
+            backend = self._attention(query)
+        else:
+            backend = chosen_backend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
+        bias = _bias(attn_mask, query, key, backend)
+        aten = torch.ops.aten
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if backend == "efficient":
+            group = query.shape[1] // key.shape[1]
+            if group > 1:
+                key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, bias, differentiable, dropout_p, is_causal, scale=scale
+            )[0]
+        if backend == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, differentiable, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if backend == "flash":
+            head_dim = query.shape[-1]
+            scale = head_dim**-0.5 if scale is None else scale
+            padding = -head_dim % 8
+            if padding:
+                query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
+            attend = aten._scaled_dot_product_flash_attention
+            out = attend(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+            return out[..., :head_dim] if padding else out
+        if dropout_p:
+            return _math_with_dropout(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa)
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, bias, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+
+@contextlib.contextmanager
+def _asked_of_cuda() -> Iterator[None]:
+    """While open, code that asks whether CUDA's autocast is on, as a module does that casts by itself, hears of the
+    CPU's."""
+    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    torch.is_autocast_enabled = lambda device_type="cuda": enabled("cpu" if device_type == "cuda" else device_type)
+    torch.get_autocast_dtype = lambda device_type: dtype("cpu" if device_type == "cuda" else device_type)
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype
+
+
+def chosen_backend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, is_causal: bool, enable_gqa: bool
+) -> AttentionBackend:
+    """The backend that PyTorch takes on a Hopper GPU: the first that is able, of cuDNN, flash, efficient and math
+    (ATen/native/transformers/cuda/sdp_utils.cpp and sdp_utils_cpp.h). Raises RuntimeError as it does, where the user
+    has disabled math and no other is able.
+
+    query (B, H, S, D), key (B, H or fewer, T, D), value (B, as key, T, E); mask: broadcast to (B, H, S, T).
+    """
+    cuda, tensors = torch.backends.cuda, (query, key, value)
+    half, dims = _is_half(query), (query.shape[-1], value.shape[-1])
+    heads = [tensor.shape[1] for tensor in tensors if tensor.dim() > 2]
+    fused = (
+        all(t.dim() == 4 and t.dtype == query.dtype for t in tensors)
+        and len({t.shape[0] for t in tensors}) == 1
+        and min(query.shape[2], key.shape[2]) > 0
+        and all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in tensors)
+        and (mask is None or mask.stride(-1) == 1)
+    )
+    same = len(set(heads)) == 1
+    shared = same or (enable_gqa and fused and all(heads[0] % count == 0 for count in heads))
+    able: dict[AttentionBackend, bool] = {
+        "cudnn": cuda.cudnn_sdp_enabled() and half and shared and max(dims) <= 256 and not any(d % 8 for d in dims)
+        and key.shape[-2] > 1 and _fits_scores(mask, query, key),
+        "flash": cuda.flash_sdp_enabled() and half and shared and len(set(heads[1:])) == 1 and mask is None
+        and dims[0] == dims[1] <= 256 and not (is_causal and query.shape[-2] != key.shape[-2]),
+        "efficient": cuda.mem_efficient_sdp_enabled() and (half or query.dtype == torch.float32) and same
+        and not any(d % (8 if half else 4) for d in dims),
+    }  # fmt: skip
+    chosen: AttentionBackend | None = next((name for name, is_able in able.items() if fused and is_able), None)
+    if chosen is None and not cuda.math_sdp_enabled():
+        raise RuntimeError("No available kernel. Aborting execution.")
+    return chosen or "math"
+
+
+def _fits_scores(mask: Tensor | None, query: Tensor, key: Tensor) -> bool:
+    """Whether cuDNN takes the mask: of 2 or 4 sizes that broadcast to the scores' as they are, without a gradient."""
+    if mask is None or mask.dim() not in (2, 4):
+        return mask is None
+    of_scores = (*query.shape[:3], key.shape[2])[-mask.dim() :]
+    fits = all(size in (1, of) for size, of in zip(mask.shape, of_scores, strict=True))
+    return fits and not mask.requires_grad
+
+
+def _bias(mask: Tensor | None, query: Tensor, key: Tensor, backend: AttentionBackend) -> Tensor | None:
+    """The mask as the kernels add it to the scores: a condition in the queries' dtype, and views of (B, H, S, T). For
+    the efficient one rows lie in multiples of 8 elements (pad_bias of ATen/native/transformers/attention.cpp)."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype))
+    if query.dim() != 4 or backend == "math":
+        return mask
+    if backend == "efficient" and (mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1])):
+        width = mask.shape[-1]
+        mask = F.pad(mask, (0, 8 - width % 8))[..., :width]
+    return mask.expand(*query.shape[:3], key.shape[2])
+
+
+def _math_with_dropout(  # noqa: PLR0917  (as of _attend)
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """_scaled_dot_product_attention_math (ATen/native/transformers/attention.cpp) with CUDA's dropout in it: half
+    precision is computed in fp32, unless the user allows otherwise."""
+    dtype, root = query.dtype, (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    if is_causal:
+        bias = _bias(query.new_ones((query.shape[-2], key.shape[-2]), dtype=torch.bool).tril(), query, key, "math")
+    if _is_half(query) and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+        query, key, value = query.float(), key.float(), value.float()
+    if enable_gqa:
+        key, value = (tensor.repeat_interleave(query.shape[1] // tensor.shape[1], 1) for tensor in (key, value))
+    scores = (query * root) @ (key.transpose(-2, -1) * root)
+    scores = scores if bias is None else scores + bias
+    weights = torch.native_dropout(torch.ops.aten._safe_softmax(scores, -1), dropout_p, True)[0]
+    del scores
+    returned_too = weights.to(dtype)
+    out = (weights @ value).to(dtype)
+    del returned_too
+    return out
+
+
+def _cross_entropy(  # noqa: PLR0917  (the parameters of cross_entropy)
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Cross-entropy of half-precision scores under CUDA's autocast, whose lists do not name it: log-softmax keeps their
+    dtype, and the loss of it is taken in fp32 (ATen/native/LossNLL.cpp, ATen/autocast_mode.h)."""
+    with torch.autocast("cpu", enabled=False):
+        if target.is_floating_point() or label_smoothing:
+            weight = weight if weight is None else weight.to(input.dtype)
+            return F.cross_entropy(
+                input, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+            )
+        log_probabilities = input.log_softmax(0 if input.dim() == 1 else 1).float()
+        return F.nll_loss(log_probabilities, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def _dropout(
+    otherwise: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Dropout as CUDA's fused kernel has it, which saves a mask of one byte an element, where a CPU saves the factors
+    in the dtype of the input (aten/src/ATen/native/Dropout.cpp)."""
+    if training and not inplace and 0 < p < 1 and input.numel():
+        return torch.native_dropout(input, p, True)[0]
+    return otherwise(input, p, training, inplace)
+
+
+def _is_half(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
