@@ -154,6 +154,15 @@ def test_nothing_can_be_done_to_a_list_of_events_but_to_fill_it(tmp_path: Path, 
             in_columns(path)
 
 
+@pytest.mark.parametrize("content", [{}, {"segments": []}, [], {"device_traces": ()}, {"device_traces": {}}])
+def test_no_list_of_histories_is_left_to_the_plain_way(tmp_path: Path, content: Any):
+    path = tmp_path / "s.pickle"
+    path.write_bytes(pickle.dumps(content, protocol=4))
+    with pytest.raises(Odd):
+        in_columns(path)
+    assert read_with_columns(path) == content
+
+
 def test_an_emptied_list_of_frames_is_filled_again_for_its_block(tmp_path: Path):
     """PyTorch writes the stack of an event and of its block once."""
     content = handmade()

@@ -272,10 +272,11 @@ class _ColumnsUnpickler(_PlainUnpickler):
     def content(self) -> dict[str, Any]:
         """What a snapshot holds, with Columns for all its events. Raises Odd where it is none."""
         content = self.load()
-        if type(content) is not dict:
+        fields = cast("dict[str, Any]", content) if type(content) is dict else {}
+        traces = fields.get("device_traces")
+        if type(traces) is not list:
             raise Odd
-        fields = cast("dict[str, Any]", content)
-        traces = fields.get("device_traces", [])
+        traces = cast("list[Any]", traces)
         for i, trace in enumerate(traces):
             if type(trace) is not Columns:
                 traces[i] = Columns(self._stacks)
