@@ -1,5 +1,6 @@
 """`fit` of a user's own module: hand counts, the textbook given as a module, what is refused, and the contract."""
 
+import gc
 import json
 import os
 import signal
@@ -21,9 +22,11 @@ from stepscope.engine.fake_module import estimate_by_running, fit_module, replay
 from stepscope.engine.request import Stage
 from stepscope.questions.fit_apart import fit_apart
 from stepscope.recording import fake_memory
+from stepscope.training.user_module.loading import make_user_step
 from stepscope.training.user_module.module_step import UserModule
 from tests.command import stepscope
 from tests.conftest import at_length, mini
+from tests.cpu_allocations import allocated_bytes
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -124,6 +127,48 @@ class Flexible(nn.Linear):
 
 def flexible(): return Flexible(16, 16), torch.randn(2, 8, 16), lambda out: out.square().mean()
 def convolution(): return nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 16, 16), lambda out: out.sum()
+
+class Graph:
+    def __init__(self, x, edges, y): self.x, self.edges, self.y = x, edges, y
+    def to(self, device): return Graph(self.x.to(device), self.edges.to(device), self.y.to(device))
+class Messages(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(64, 64), nn.Linear(64, 64)
+    def forward(self, graph):
+        x = self.inner(graph.x)
+        x = torch.zeros_like(x).index_add(0, graph.edges[1], x[graph.edges[0]])
+        return F.mse_loss(self.outer(x.relu()), graph.y)
+def graph(): return Messages(), Graph(torch.randn(500, 64), torch.randint(500, (2, 2000)), torch.randn(500, 64))
+
+class Contrast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.temperature, self.projection = nn.Parameter(torch.zeros(())), nn.Linear(64, 512)
+    def forward(self, out):
+        z = F.normalize(self.projection(out), dim=-1)
+        return F.cross_entropy(z @ z.T * self.temperature.exp(), torch.arange(len(out)))
+def contrast():
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(32, 64), Contrast()
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.more = nn.Linear(64, 64), [nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
+    def forward(self, x):
+        x = self.inner(x)
+        for weight in self.more:
+            x = x @ weight
+        return x
+def unregistered(own):
+    model, of_loss = Listed(), nn.Parameter(torch.randn(64, 96))
+    updated = [*model.parameters(), *model.more, of_loss]
+    loss = lambda out: (out @ of_loss).square().mean()
+    return model, torch.randn(32, 64), loss, torch.optim.AdamW(updated) if own else None
+
+def on_meta():
+    with torch.device("meta"):
+        return deep()
 """
 
 
@@ -211,6 +256,57 @@ def test_the_peak_of_an_mlp_by_hand(file: Path):
     # the last weight and of the loss; ReLU's output has gone.
     assert found.memory.backward_peak == x + parameters + 2 * loss + inner + 4 * (256 + 64 * 256)
     assert sum(found.categories.values()) == found.peak_bytes
+
+
+def bytes_on_a_cpu(workload: FactoryWorkload) -> dict[str, int]:
+    """What the CPU's allocator gave when the step is made and run, before the third step and at its phases' peaks."""
+    steps: list[Any] = []
+
+    def begin() -> None:
+        steps.append(make_user_step(workload, torch.device("cpu"))[0])
+        for _ in range(2):
+            steps[0].prepare()
+            for phase in steps[0].phases:
+                phase.run()
+        gc.collect()
+
+    alive, _ = allocated_bytes(begin)
+    found = {"before": alive}
+    steps[0].prepare()
+    for phase in steps[0].phases:
+        left, peak = allocated_bytes(phase.run)
+        found[phase.name] = alive + peak
+        alive += left
+    return found
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "stateless"),
+    [
+        ("graph", {}, 0),
+        ("contrast", {}, 0),
+        ("unregistered", {"own": True}, 0),
+        ("unregistered", {"own": False}, 4 * (3 * 64 * 64 + 64 * 96)),
+    ],
+)
+def test_what_a_step_holds_wherever_it_is_kept(file: Path, factory: str, arguments: dict[str, Any], stateless: int):
+    """Beside the step itself on a CPU: tensors of a batch of the user's own class; parameters of a loss; parameters in
+    a list and in a closure, of which the optimizer's state is counted where the optimizer is known."""
+    workload = own(file, factory, arguments=arguments)
+    found = fitted(workload, device="cpu").estimate
+    memory = found.memory
+    predicted = {
+        "before": memory.after_parameters,
+        "forward": memory.forward_peak,
+        "backward": memory.backward_peak,
+        "optimizer": memory.optimizer_peak,
+    }
+    assert predicted == pytest.approx(bytes_on_a_cpu(workload), abs=64)  # numbers alone, as the mean in its wider dtype
+    assert found.unseen == Unseen(without_state_bytes=stateless)
+
+
+def test_a_module_on_meta_is_predicted_as_one_with_values(file: Path):
+    assert fitted(own(file, "on_meta")).estimate == fitted(own(file, "deep")).estimate
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "bf16-master", *at_length("fp32", "bf16-pure")])

@@ -1,5 +1,6 @@
 """A step on fake tensors: what it would allocate, against hand counts, real steps on the CPU and measured GPUs."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -23,6 +24,7 @@ from stepscope.recording.driven import observe_step
 from stepscope.recording.fake_memory import FakeMemory, FakeMemoryOfOwn
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, mini
+from tests.cpu_allocations import allocated_bytes
 from tests.fake_compile import saved_by_compiled_step
 
 pytestmark = pytest.mark.slow
@@ -296,6 +298,21 @@ def test_dropout_saves_a_byte_an_element(call: str):
                 module(x, x, x, need_weights=True)
     masks = [tensor.nbytes for tensor in saved if tensor.dtype == torch.bool]
     assert masks == [3 * 8 * 16 if call == "function" else 3 * 2 * 8 * 8]
+
+
+@pytest.mark.parametrize(
+    "loss", ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"]
+)
+def test_a_mean_keeps_the_storage_that_pytorch_keeps(loss: str):
+    """That of every element's loss, where PyTorch shrinks it to one number in place."""
+    x, y = torch.rand(20, 50).requires_grad_(), torch.rand(20, 50)
+    truth: list[torch.Tensor] = []
+    left, peak = allocated_bytes(lambda: truth.append(getattr(F, loss)(x, y)))
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeMemory() as watch:
+        watch.hold([x, y])
+        _kept = getattr(F, loss)(x, y)
+    alive = [*itertools.accumulate(sizes(watch)[2:])]
+    assert (alive[-1], max(alive)) == (left, pytest.approx(peak, abs=16))
 
 
 def test_autocast_is_cudas():

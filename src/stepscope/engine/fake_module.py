@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from stepscope.allocations.prediction.caching_allocator import CachingAllocator, OutOfMemory
 from stepscope.allocations.prediction.estimate import WORKSPACE_BYTES, DeviceType
@@ -41,11 +40,12 @@ from stepscope.recording import fake_memory
 from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend
 from stepscope.recording.held_tensors import optimizer_tensors
 from stepscope.recording.step import Phase, Recorder, drive
+from stepscope.training.optimizer import updated_by
 from stepscope.training.scaled_products import cast_as_on_a_gpu
 from stepscope.training.training_step import AssembledStep, TrainingStep
 from stepscope.training.user_module.loading import BATCH_SIZE, SEQ_LEN, load_module
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
-from stepscope.training.user_module.user_code import describe_module, find_factory, named_tensors
+from stepscope.training.user_module.user_code import describe_module, find_factory, named_tensors, with_tensors
 
 # Predicts a step's memory on a GPU by running it on fake tensors: without a GPU, without memory, in a few seconds.
 #
@@ -156,7 +156,8 @@ class _FakePhases(Recorder):
     def phase_ends(self, name: str) -> None:
         self._phase.__exit__(None, None, None)
         if name == BACKWARD:
-            self.watch.label([p.grad for p in self.step.model.parameters() if p.grad is not None], "gradients")
+            parameters = [*self.step.model.parameters(), *self.watch.outside]
+            self.watch.label([p.grad for p in parameters if p.grad is not None], "gradients")
 
 
 def attention_backend(workload: TextbookWorkload, query: Tensor) -> AttentionBackend:
@@ -303,6 +304,8 @@ class WatchedModule(WatchedStep):
     """With the model and the optimizer as they were found."""
     alike: bool
     """Whether its batches have one size, so that no step is told from another."""
+    without_state_bytes: int = 0
+    """As in Unseen."""
 
     def program(self, steps: int | None = None) -> "Program":
         """All that the allocator is asked, of all steps or of the first so many."""
@@ -400,7 +403,7 @@ def watch_module_step(
         arguments = {**arguments, "batch_size": batch_size}
     with _UnfilledParameters():
         user_module = load_module(workload.factory, arguments, seed=workload.seed)
-    parameters = sum(parameter.numel() for parameter in user_module.module.parameters())
+    parameters = sum(parameter.numel() for parameter in user_module.whole.parameters())
     tell(Stage(name=f"{parameters:,} parameters", detail="its step on fake tensors"))
     resized = None if by_argument else batch_size
     return watch_module(user_module, workload, device_type, batch_size=resized, steps=steps)
@@ -429,8 +432,8 @@ def watch_module(
             rotation = (sizes.index(max(sizes)) - last) % len(sizes)
         fake = dataclasses.replace(fake, batches=[*fake.batches[rotation:], *fake.batches[:rotation]])
         modes.enter_context(watch)
-        watch.hold(fake.module.parameters())
-        watch.hold(fake.module.buffers())
+        watch.hold(fake.whole.parameters())
+        watch.hold(fake.whole.buffers())
         # The CPU refuses choices that change none of its tensors, or that were applied already.
         dtype = "fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype
         step = ModuleStep(fake, msgspec.structs.replace(workload, dtype=dtype), _CPU)
@@ -458,7 +461,7 @@ def watch_module(
                 f"{user_module.name} cannot be predicted: its step is run on the CPU's fake tensors, and calls what a "
                 f"GPU alone has ({named_line(error.__cause__, 120)}); measure it on the GPU with stepscope run"
             ) from error
-        parameter_bytes = sum(p.numel() * p.element_size() for p in fake.module.parameters())
+        parameter_bytes = sum(p.numel() * p.element_size() for p in fake.whole.parameters())
         model = describe_module(step.model, step.named_tensors(step.batches[-rotation]), [])  # its first batch
         by_factory = user_module.optimizer is not None and step.optimizer is user_module.optimizer
         described = msgspec.structs.replace(
@@ -467,11 +470,20 @@ def watch_module(
             by_factory=("optimizer",) if by_factory else (),
             optimizer=type(user_module.optimizer).__name__ if by_factory else workload.optimizer,
         )
+        updated = {id(parameter) for parameter in updated_by(step.optimizer)} if step.optimizer is not None else None
+        stateless = [] if updated is None else [each for each in watch.outside if id(each) not in updated]
     watch.end()
     del step
     gc.collect()  # A step and its phases refer to each other.
     alike = len(set(sizes)) <= 1
-    return WatchedModule(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=described, alike=alike)
+    return WatchedModule(
+        watch=watch,
+        built=built,
+        parameter_bytes=parameter_bytes,
+        workload=described,
+        alike=alike,
+        without_state_bytes=sum(parameter.nbytes for parameter in stateless),
+    )
 
 
 def _hang_on(fake: Any, tensor: Any) -> None:
@@ -514,7 +526,8 @@ def _on_fake_tensors(
     pure = torch.bfloat16 if workload.dtype == "bf16-pure" else None
     fakes: dict[int, Tensor] = {}
     real: list[Tensor] = []  # A tensor that is freed leaves its id to the next one.
-    tensors = itertools.chain(user_module.module.parameters(), user_module.module.buffers())
+    whole = user_module.whole
+    tensors = itertools.chain(whole.parameters(), whole.buffers())
     shared = Counter(map(fake_memory.storage_of, tensors))
 
     def faked(tensor: Tensor) -> Tensor:
@@ -532,9 +545,7 @@ def _on_fake_tensors(
         _hang_on(fake, tensor)
         return fake
 
-    def faked_leaf(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def faked_once(leaf: Tensor) -> Tensor:
         if id(leaf) not in fakes:
             real.append(leaf)
             if leaf.is_floating_point() or leaf.nbytes > fake_memory.LARGEST_REAL:
@@ -544,16 +555,16 @@ def _on_fake_tensors(
                     fakes[id(leaf)] = leaf.clone()  # An operator in place writes into no tensor of the user's.
         return fakes[id(leaf)]
 
-    for part in user_module.module.modules():
+    for part in whole.modules():
         homes: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)  # pyright: ignore[reportPrivateUsage]
         for tensors in homes:
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = faked_leaf(tensor)
+                    tensors[name] = faked_once(tensor)
     if user_module.optimizer is not None:
         for group in user_module.optimizer.param_groups:
             group["params"] = [fakes.get(id(parameter), parameter) for parameter in group["params"]]
-    batches = [tree_map(faked_leaf, resized(batch, batch_size)) for batch in user_module.batches]
+    batches = [with_tensors(faked_once, resized(batch, batch_size)) for batch in user_module.batches]
     return dataclasses.replace(user_module, batches=batches)
 
 
@@ -577,8 +588,8 @@ def resized(batch: Any, batch_size: int | None) -> Any:
         return batch
     sizes: list[int] = []
 
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.dim():
+    def resize(leaf: Tensor) -> Tensor:
+        if not leaf.dim():
             return leaf
         sizes.append(leaf.shape[0])
         if leaf.shape[0] != sizes[0]:
@@ -586,7 +597,7 @@ def resized(batch: Any, batch_size: int | None) -> Any:
         times = -(-batch_size // max(1, sizes[0]))
         return leaf.repeat(times, *[1] * (leaf.dim() - 1))[:batch_size].clone()
 
-    return tree_map(resize, batch)
+    return with_tensors(resize, batch)
 
 
 class _UnfilledParameters(TorchDispatchMode):
@@ -849,4 +860,5 @@ def _unseen(watched: WatchedModule) -> Unseen:
         convolution_bytes=watch.convolution_bytes,
         custom=tuple(sorted(watch.custom)),
         at_most=tuple(sorted(watch.at_most)),
+        without_state_bytes=watched.without_state_bytes,
     )

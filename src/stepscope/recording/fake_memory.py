@@ -4,9 +4,8 @@ Under PyTorch's `FakeTensorMode` every operator says what it would return, and n
 above that mode and below autograd, so it sees each operator of forward, backward and optimizer, in order: a storage
 that it has not seen is an allocation, and the storage's end is its release. Nothing about the model is assumed.
 
-What an operator's kernel allocates for itself and releases before it returns stays unseen: the sorted indices of
-embedding's backward, the accumulators of fused attention's. Of what libraries hold, cuBLAS' workspace is counted, one
-for each thread that multiplies matrices; on a GPU autograd runs backward on a thread of its own.
+Most of what an operator's kernel allocates for itself stays unseen: the sorted indices of embedding's backward, the
+accumulators of fused attention's. CuBLAS' workspace is counted once for forward's thread, and once for backward's.
 """
 
 import contextlib
@@ -58,6 +57,15 @@ _TAKES: dict[Any, Callable[[tuple[Any, ...]], int]] = {
 _SUMS = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})
 """Operators whose kernels on CUDA take memory for parts of sums."""
 
+_LOSSES = {
+    **dict.fromkeys((_aten.mse_loss.default, _aten.smooth_l1_loss.default), (1, 1)),
+    _aten.huber_loss.default: (0, 1),
+    _aten.binary_cross_entropy.default: (1, 0),
+    _aten.binary_cross_entropy_with_logits.default: (0, 2),
+}
+"""Losses whose mean keeps the storage of all elements', and whose kernels take as much: how often (ATen/native/Loss.cpp
+and cuda/Loss.cu)."""
+
 _OF_HOST = contextvars.ContextVar("of_host", default=False)
 
 
@@ -108,8 +116,7 @@ class FakePhase:
 class FakeMemory(TorchDispatchMode):
     """Records every allocation and release of what runs inside it; to be entered inside a FakeTensorMode.
 
-    events: i for the allocation of allocations[i], ~i (which is -i - 1) for its release, in the order in which they
-    happen.
+    events: i for the allocation of allocations[i], ~i (which is -i - 1) for its release, in their order.
     """
 
     def __init__(self, *, workspace_bytes: int = 0) -> None:
@@ -119,7 +126,7 @@ class FakeMemory(TorchDispatchMode):
         self.events: list[int] = []
         self.phases: list[FakePhase] = []
         self.steps: list[tuple[int, list[FakePhase]]] = []
-        """Before each step, how many events there were, and the phases of the step before."""
+        """Before each step, how many events there were, and the phases of that before it."""
         self._workspace_bytes = workspace_bytes
         self._threads_with_workspace: set[str] = set()
         self._index: dict[int, int] = {}  # address of a live storage -> its allocation
@@ -128,6 +135,8 @@ class FakeMemory(TorchDispatchMode):
         self._weights: set[int] = set()
         self._recomputed: list[int] = []
         self._overflow_flags: set[int] = set()
+        self.outside: list[Tensor] = []
+        """Parameters that no module registers, which the step uses all the same."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -148,7 +157,9 @@ class FakeMemory(TorchDispatchMode):
             self._note(tensor, "held")
 
     def end(self) -> None:
-        """Record no further event, since what is released from now on belongs to no phase."""
+        """Record no further event; what is released now belongs to no phase. Real parameters lose fake gradients."""
+        for parameter in self.outside:
+            parameter.grad = None if isinstance(parameter.grad, FakeTensor) else parameter.grad
         self._index.clear()
         self._references.clear()
 
@@ -184,8 +195,9 @@ class FakeMemory(TorchDispatchMode):
         if func is _aten.add.Tensor and _adds_up_in_place(args[0]):
             func = _aten.add_.Tensor
         outputs = self._run(func, args, kwargs)
+        whole, takes = _of_mean(func, args, outputs) if func in _LOSSES else (0, 0)
         for tensor in _tensors(outputs):
-            index = self._note(tensor, func)
+            index = self._note(tensor, func, whole)
             if index is not None:
                 casts = func is _aten._to_copy.default and self._phase in (FORWARD, BACKWARD) and tensor.itemsize == 2
                 if casts and self._index.get(args[0].untyped_storage()._cdata) in self._weights:
@@ -195,8 +207,8 @@ class FakeMemory(TorchDispatchMode):
                 else:
                     self._end_recomputation()
         thread = "backward" if self._phase == BACKWARD else "main"
-        if func in _TAKES:
-            self._passes(_TAKES[func](args), func)
+        if takes or func in _TAKES:
+            self._passes(takes or _TAKES[func](args), func)
         if self._workspace_bytes and func in _SUMS:
             summed = args[0]
             taken = bytes_of_partial_sums(summed.shape, summed.stride(), args[1], summed.itemsize)
@@ -220,13 +232,13 @@ class FakeMemory(TorchDispatchMode):
             return False
         return 0.0 if tensor.untyped_storage()._cdata in self._overflow_flags else 1.0
 
-    def _note(self, tensor: Tensor, func: Any) -> int | None:
-        """The index of the allocation if this tensor's storage is new, else None."""
+    def _note(self, tensor: Tensor, func: Any, at_least: int = 0) -> int | None:
+        """The index of the allocation, of `at_least` so many bytes, if this tensor's storage is new, else None."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._index:
             return None
-        index = self._allocate(storage.nbytes(), func)
+        index = self._allocate(max(storage.nbytes(), at_least), func)
         self._index[key] = index
         self._references[key] = weakref.ref(storage, lambda _: self._release(key))
         return index
@@ -264,12 +276,18 @@ class FakeMemory(TorchDispatchMode):
                 allocation.category = "saved for backward"
 
 
+def _of_mean(func: Any, args: tuple[Any, ...], loss: Tensor) -> tuple[int, int]:
+    """Bytes that a loss keeps, and that its kernel takes, as `_LOSSES` says; none where it is not reduced."""
+    elements = 0 if loss.dim() else torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+    keeps, takes = _LOSSES[func]
+    return keeps * elements * loss.itemsize, takes * elements * loss.itemsize
+
+
 def _adds_up_in_place(gradient: Tensor) -> bool:
     """Whether autograd, having two gradients for one tensor, would add the second to this one in place.
 
-    It does so to dense gradients that nothing else holds (torch/csrc/autograd/input_buffer.cpp,
-    `can_accumulate_inplace`), but never to fake tensors, since they are a subclass: so they make a sum that a GPU does
-    not make. Gradients that Python code keeps for itself are not told apart; no step here keeps any.
+    It does so to dense gradients that nothing else holds (torch/csrc/autograd/input_buffer.cpp), but never to fake
+    tensors, since they are a subclass. Gradients that Python code keeps for itself are not told apart.
     """
     if torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:
         return False
@@ -423,8 +441,7 @@ class _Call:
 
 
 def _kind(func: Any) -> Literal["view", "nothing", "kept", "asked"]:
-    """What is known of an operator: that it makes views, or writes into lists of tensors and returns nothing, or that
-    what it returns is kept."""
+    """What is known of an operator: it makes views, writes into lists and returns nothing, or returns what is kept."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten" or _BY_DATA & set(func.tags):
         return "asked"
     if any(argument.is_out for argument in func._schema.arguments):
@@ -501,11 +518,10 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 # Finds what a step of any module would allocate, on fake tensors, and the operators that fake tensors cannot follow.
 #
-# The textbook's step never looks at a value. A user's step may: it leaves out a mask that hides nothing, or reads a
-# count. So a small tensor keeps its values if it was computed from no fake tensor. Token ids, positions and masks are
-# then real, and code that reads them takes its real path. Tensors that depend on weights and activations are fake. If
-# an operator needs a value of one, or the shape of its output depends on one, it is named: it is refused, or counted at
-# its largest.
+# A user's step may look at a value: it leaves out a mask that hides nothing, or reads a count. So a small tensor keeps
+# its values if it was computed from no fake tensor. Token ids, positions and masks are then real, and code that reads
+# them takes its real path. Tensors that depend on weights and activations are fake. If an operator needs a value of
+# one, or the shape of its output depends on one, it is named: it is refused, or counted at its largest.
 
 
 LARGEST_REAL = 64 * MIB
@@ -522,10 +538,7 @@ _HOUSES = tuple(str(Path(file).parent) for file in (torch.__file__, sys.modules[
 
 
 class FakeMemoryOfOwn(FakeMemory):
-    """FakeMemory for a step of which nothing is known. Enter it inside a FakeTensorMode that takes real tensors.
-
-    name: the module's name in messages.
-    """
+    """FakeMemory for any step, to be entered inside a FakeTensorMode that takes real tensors. name: in messages."""
 
     def __init__(self, *, name: str, workspace_bytes: int = 0) -> None:
         super().__init__(workspace_bytes=workspace_bytes)
@@ -541,6 +554,9 @@ class FakeMemoryOfOwn(FakeMemory):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = _Call(func, args, kwargs)
+        for tensor in call.tensors:
+            if type(tensor) is not FakeTensor:
+                self._meet(tensor)
         if call.mode is None and self._stays_real(call):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -553,6 +569,17 @@ class FakeMemoryOfOwn(FakeMemory):
             raise self._refused(func, why) from error
         self._look_at(func, call.tensors, outputs)
         return outputs
+
+    def _meet(self, tensor: Tensor) -> None:
+        """Count a tensor that was there before the step and is seen now, as one in a list or of a function's closure.
+        A single number stays on the host."""
+        if tensor.layout is torch.strided and (index := self._note(tensor, "held")) is not None:
+            trained = tensor.is_leaf and tensor.requires_grad
+            self.allocations[index].category = "parameters" if trained else "there before"
+            self.allocations[index].on_device = trained or bool(tensor.dim())
+            if trained:
+                self._weights.add(index)
+                self.outside.append(tensor)
 
     def _stays_real(self, call: _Call) -> bool:
         """Whether an operator that reads no fake tensor may really run: its output is small, or there is none."""

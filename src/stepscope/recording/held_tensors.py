@@ -157,4 +157,4 @@ def tensors_within(
                 left -= 1
                 if not any(isinstance(value, nn.Module) for value in attributes.values()):
                     inside = list(attributes.items())
-            waiting += [(f"{path}.{key}".strip("."), value, left) for key, value in inside]
+            waiting += [(f"{path}.{key}".strip("."), value, left) for key, value in [*inside][::-1]]

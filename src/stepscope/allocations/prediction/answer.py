@@ -306,6 +306,13 @@ def _doubts(fit: AnyFit) -> Iterator[Line]:
             f"{format_bytes(CONVOLUTION_WORKSPACE_BYTES)}.",
             "care",
         )
+    if unseen.without_state_bytes:
+        yield Line(
+            f"The step uses {format_bytes(unseen.without_state_bytes)} of parameters that its module does not "
+            "register, as those of a plain list: they and their gradients are counted, and no optimizer state of them, "
+            "since --optimizer updates what the module registers. Return an optimizer of your own to have it counted.",
+            "care",
+        )
     if unseen.custom:
         yield Line(
             f"{', '.join(unseen.custom)} are not PyTorch's: what their kernels take for themselves is not known, and "

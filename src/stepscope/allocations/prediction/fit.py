@@ -115,6 +115,8 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     """Operators that are not PyTorch's."""
     at_most: tuple[str, ...] = ()
     """Operators whose output was counted at its largest, since its shape depends on data: the peak is a bound."""
+    without_state_bytes: int = 0
+    """Bytes of parameters that the step trains and no module registers, so that the optimizer does not have them."""
 
     def kept_free(self, budget: Budget) -> int:
         """Bytes of the memory that a step must leave free to fit."""

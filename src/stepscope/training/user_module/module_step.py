@@ -27,6 +27,7 @@ from stepscope.training.parts.replaced import replace_in
 from stepscope.training.training_step import AssembledStep, Share, StepParts, check_choices, in_16_bits
 from stepscope.training.user_module.user_code import (
     Call,
+    WithItsLoss,
     batches_of,
     input_names,
     moved,
@@ -186,6 +187,14 @@ class UserModule:
     """Which modules other kernels compute, and which were left, where any were asked for."""
 
     @functools.cached_property
+    def whole(self) -> nn.Module:
+        """All that the step trains: the module, with its loss where that has parameters or buffers of its own."""
+        if not isinstance(self.loss, nn.Module):
+            return self.module
+        of_both = WithItsLoss(self.module, self.loss)
+        return of_both if len(_tensors_of(of_both)) > len(_tensors_of(self.module)) else self.module
+
+    @functools.cached_property
     def call(self) -> Call:
         """How forward is called with a batch."""
         return Call(self.module, for_loss_too=self._loss_takes != "output")
@@ -222,9 +231,10 @@ class UserModule:
         """The module and its batches on a device. With a dtype, parameters, buffers and inputs are converted to it."""
         with user_errors(f"{self.name} cannot be moved to {device}"):
             # Fake parameters cannot be moved at all, not even to the device that they are on.
-            tensors = (*self.module.parameters(), *self.module.buffers())
-            there = dtype is None and all(tensor.device == device for tensor in tensors)
+            there = dtype is None and all(tensor.device == device for tensor in _tensors_of(self.whole))
             module = self.module if there else self.module.to(device, dtype)
+            if not there and isinstance(self.loss, nn.Module):
+                self.loss.to(device, dtype)
         batches = [moved(batch, device, dtype, self.name) for batch in self.batches]
         return dataclasses.replace(self, module=module, batches=batches)
 
@@ -243,6 +253,10 @@ class UserModule:
         return dataclasses.replace(self, found=replaced.found)
 
 
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
 def understand(returned: Any, name: str) -> UserModule:
     """The object that the factory returned, as a module with its batches. Raises InputError where it is none."""
     parts = _parts(returned, name)
@@ -256,9 +270,10 @@ def understand(returned: Any, name: str) -> UserModule:
         raise InputError(f"{name}: the loss is {type(loss).__name__}, which cannot be called; {FORMS}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"{name}: the optimizer is {type(optimizer).__name__}, and no torch.optim.Optimizer")
-    if optimizer is not None and not {*map(id, updated_by(optimizer))} & {*map(id, module.parameters())}:
+    own = UserModule(name=name, module=module, batches=batches_of(batch, name), loss=loss, optimizer=optimizer)
+    if optimizer is not None and not {*map(id, updated_by(optimizer))} & {*map(id, own.whole.parameters())}:
         raise InputError(f"{name}: its optimizer holds none of the module's parameters")
-    return UserModule(name=name, module=module, batches=batches_of(batch, name), loss=loss, optimizer=optimizer)
+    return own
 
 
 def check_gradient(loss: Tensor, name: str) -> None:
@@ -478,7 +493,7 @@ class UserStep:
 
 def check_trained(user_module: UserModule, choices: Workload) -> None:
     """Raise InputError for a training step of a module without parameters that are trained."""
-    if choices.phase != "forward" and not any(parameter.requires_grad for parameter in user_module.module.parameters()):
+    if choices.phase != "forward" and not any(parameter.requires_grad for parameter in user_module.whole.parameters()):
         remedy = "give it some, or measure forward alone with stepscope run --phase forward"
         raise InputError(f"{user_module.name} has no parameters to train: {remedy}")
 
@@ -498,7 +513,7 @@ def parts_of(user_module: UserModule, choices: Workload, blocks: Sequence[nn.Mod
     """What the step of a user's module is assembled of; its blocks, where they are known."""
     names = input_names(user_module.module)
     return StepParts(
-        model=user_module.module,
+        model=user_module.whole,
         masters=in_16_bits(user_module.module, choices, blocks),
         forward=ModuleAlone(user_module) if choices.phase == "forward" else ModuleWithLoss(user_module),
         batches=[(batch,) for batch in user_module.batches],

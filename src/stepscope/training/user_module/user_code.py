@@ -1,10 +1,11 @@
 """Finds and runs a user's code, handles its batches, and describes its module.
 
 Whatever the code raises becomes one line, and what it prints does not go to our stdout. A batch is one tensor, or
-tensors nested in tuples, lists and dicts.
+tensors nested in tuples, lists, dicts and objects of the user's own.
 """
 
 import contextlib
+import copy
 import difflib
 import functools
 import hashlib
@@ -14,7 +15,7 @@ import inspect
 import itertools
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line, one_line
 from stepscope.core.workloads import Input, UserModel
 from stepscope.recording.device import is_out_of_memory
+from stepscope.recording.held_tensors import tensors_within
 
 
 @contextlib.contextmanager
@@ -173,12 +175,27 @@ def moved(batch: Any, device: torch.device, dtype: torch.dtype | None, name: str
     """The batch on the device; where a dtype is given, its floating tensors in that dtype."""
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(device, dtype if leaf.is_floating_point() else None)
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
     with user_errors(f"the batch of {name} cannot be moved to {device}"):
-        return tree_map(move, batch)
+        there = tree_map(move, batch)
+        return there if dtype is None else with_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, there)
+
+
+def with_tensors(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The batch with each of its tensors changed. An object that holds tensors is copied, and the copy holds these; one
+    that cannot be copied stays as it is."""
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return change(leaf)
+        instead = {id(tensor): change(tensor) for _, tensor in tensors_within(leaf)}
+        try:
+            return copy.deepcopy(leaf, instead) if instead else leaf
+        except Exception:  # as of a lock or an open file, and whatever a class of the user's own raises
+            return leaf
+
+    return tree_map(changed, batch)
 
 
 def named_tensors(batch: Any, names: Sequence[str] = ()) -> list[tuple[str, Tensor]]:
@@ -204,12 +221,12 @@ def split(batch: Any, parts: int, name: str) -> list[Any]:
             f"choose accumulation {near or 1}"
         )
 
-    def part(leaf: Any, index: int) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size:
-            return leaf.narrow(0, index * (size // parts), size // parts)
-        return leaf
+    def part(tensor: Tensor, index: int) -> Tensor:
+        if tensor.dim() and tensor.shape[0] == size:
+            return tensor.narrow(0, index * (size // parts), size // parts)
+        return tensor
 
-    return [tree_map(functools.partial(part, index=index), batch) for index in range(parts)]
+    return [with_tensors(functools.partial(part, index=index), batch) for index in range(parts)]
 
 
 class Call:
@@ -269,6 +286,8 @@ def _named(value: Any, names: Sequence[str], path: str) -> Iterator[tuple[str, T
         for i, item in enumerate(value):
             name = names[i] if i < len(names) else str(i)
             yield from _named(item, (), f"{path}.{name}" if path else name)
+    else:
+        yield from ((f"{path}.{name}".strip("."), tensor) for name, tensor in tensors_within(value))
 
 
 def _signature(module: nn.Module) -> list[inspect.Parameter]:
@@ -286,12 +305,20 @@ _LIBRARIES = tuple(
 )
 
 
+class WithItsLoss(nn.Module):
+    """A module, and its loss that has parameters or buffers of its own: what a step trains together."""
+
+    def __init__(self, module: nn.Module, loss: nn.Module) -> None:
+        super().__init__()
+        self.module, self.loss = module, loss
+
+
 def describe_module(
     module: nn.Module, tensors: Iterable[tuple[str, Tensor]], files: Iterable[Path | None]
 ) -> UserModel:
     """The module as it was found. tensors: those of a batch. files: where the factory stands, or its configuration."""
     return UserModel(
-        name=type(module).__name__,
+        name=type(module.module if isinstance(module, WithItsLoss) else module).__name__,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         inputs={name: Input(tuple(t.shape), _dtype(t)) for name, t in tensors},
         structure=structure_digest(module),
