@@ -652,10 +652,13 @@ def error_of(row: dict[str, Any]) -> float | None:
 
 def table(document: dict[str, Any], before: dict[str, Any] | None = None) -> list[str]:
     """The document as lines of text."""
-    lines = [
-        f"{'architecture':24}{'predicted':>15}{'measured':>15}{'error':>9}{'before':>9}{'within':>8}{'reserved':>15}"
-    ]
-    judged, bounds, held = [], [], []
+    heads = (
+        f"{'architecture':24}{'predicted B':>15}{'measured B':>15}{'error':>9}{'before':>9}{'fits in':>9}{'held':>12}"
+    )
+    lines: list[str] = [heads]
+    judged: list[float] = []
+    bounds: list[float] = []
+    held: list[bool] = []
     for name, row in document["rows"].items():
         error, older = error_of(row), error_of({**row, **(before["rows"].get(name, {}) if before else {})})
         if error is None:
@@ -674,7 +677,7 @@ def table(document: dict[str, Any], before: dict[str, Any] | None = None) -> lis
         was = f"{100 * older:+.2f} %" if before and older is not None else ""
         lines.append(
             f"{name:24}{row['predicted']['peak']:>15,}{row['measured']['peak']:>15,}{100 * error:>+7.2f} %{was:>9}"
-            f"{said:>7}{words:>12}{'  a bound' if is_bound else ''}"
+            f"{said:>9}{words:>12}{'  a bound' if is_bound else ''}"
         )
     if judged:
         size = [abs(error) for error in judged]

@@ -337,6 +337,30 @@ def test_cross_entropy_under_autocast_keeps_log_softmax_in_the_dtype_of_the_scor
     assert sorted(kept) == [6 * 8, 6 * 10 * 2, 6 * 10 * 4]  # and the targets
 
 
+@pytest.mark.parametrize(("kind", "kept"), [(torch.nn.LSTM, 6), (torch.nn.GRU, 7), (torch.nn.RNN, 2)])
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_recurrent_layers_keep_what_cudnn_keeps(kind: type[torch.nn.RNNBase], kept: int, both_ways: bool):
+    """Beside calls on an H200: what is alive after forward is so many outputs a layer, and little else."""
+    recurrent = H200 / "fit-truth" / "recurrent.json"
+    names = {torch.nn.LSTM: "lstm", torch.nn.GRU: "gru", torch.nn.RNN: "relu"}
+    measured = next(
+        row for row in json.loads(recurrent.read_text())
+        if (row["kind"], row["dtype"], row["L"], row["bi"], row["p"]) == (names[kind], "torch.float32", 2, both_ways, 0)
+    )  # fmt: skip
+    with FakeTensorMode(), FakeMemory() as watch:
+        module = kind(measured["I"], measured["H"], 2, bidirectional=both_ways)
+        x = torch.empty(measured["T"], measured["B"], measured["I"], requires_grad=True)
+        before = sum(a.nbytes for a in watch.allocations if a.live)
+        with AsOnCuda() as mode:
+            out, last = module(x)
+        alive = sum(a.nbytes for a in watch.allocations if a.live) - before
+        assert alive == pytest.approx(measured["saved"], rel=0.01) and mode.recurrent == 1
+        assert alive // out.nbytes == kept * 2
+        out.sum().backward()
+    assert out.shape == (measured["T"], measured["B"], measured["H"] * (1 + both_ways)) and x.grad is not None
+    assert {p.grad is None for p in module.parameters()} == {False} and last is not None
+
+
 def test_code_that_asks_for_cudas_autocast_hears_of_it():
     """As Nemotron's norms do, which cast by themselves."""
     asked = torch.is_autocast_enabled

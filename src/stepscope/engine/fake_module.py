@@ -442,11 +442,11 @@ def watch_module(
         on_host = device_type == "cuda"
         label_residents(step, watch, on_host=on_host)
         built = len(watch.events)
+        as_on_cuda = AsOnCuda("chosen")
         if device_type == "cuda":
             if user_module.optimizer is not None:
                 _update_as_on_a_gpu(user_module.optimizer)
             cast_as_on_a_gpu(step.model)
-            as_on_cuda = AsOnCuda("chosen")
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
         if user_module.optimizer is not None:
             # One that compiles its update, as torchao's do, runs it uncompiled: no compiler follows these modes.
@@ -461,6 +461,7 @@ def watch_module(
                 f"{user_module.name} cannot be predicted: its step is run on the CPU's fake tensors, and calls what a "
                 f"GPU alone has ({named_line(error.__cause__, 120)}); measure it on the GPU with stepscope run"
             ) from error
+        watch.recurrent = as_on_cuda.recurrent
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.whole.parameters())
         model = describe_module(step.model, step.named_tensors(step.batches[-rotation]), [])  # its first batch
         by_factory = user_module.optimizer is not None and step.optimizer is user_module.optimizer
@@ -860,5 +861,6 @@ def _unseen(watched: WatchedModule) -> Unseen:
         convolution_bytes=watch.convolution_bytes,
         custom=tuple(sorted(watch.custom)),
         at_most=tuple(sorted(watch.at_most)),
+        recurrent=watch.recurrent,
         without_state_bytes=watched.without_state_bytes,
     )

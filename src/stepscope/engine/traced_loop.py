@@ -332,6 +332,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     """Of the largest convolution, for each sample and place in the sequence."""
     custom: list[str] = []
     at_most: list[str] = []
+    recurrent: int = 0
     parameter_bytes: int
 
     def at(self, batch_size: int, seq_len: int, steps: int) -> WatchedModule:
@@ -355,6 +356,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
         watch.convolution_bytes = self.convolution_bytes * batch_size * seq_len
         watch.custom.update(self.custom)
         watch.at_most.update(self.at_most)
+        watch.recurrent = self.recurrent
         usual = FactoryWorkload(model=UserModel(name=""), factory="")
         return WatchedModule(
             watch=watch, built=self.built, parameter_bytes=self.parameter_bytes, workload=usual, alike=True
@@ -510,6 +512,7 @@ def _traced_step(
         ),
         custom=sorted(watch.custom),
         at_most=sorted(watch.at_most),
+        recurrent=watch.recurrent,
         parameter_bytes=runs[0].parameter_bytes,
     )
     return traced, min(itertools.chain(*positions), default=None)

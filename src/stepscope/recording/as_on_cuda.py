@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from stepscope.core.units import MIB
+
 AttentionBackend = Literal["math", "efficient", "flash", "cudnn"]
 
 # AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE of ATen/autocast_mode.h, by the names that Python gives the operators,
@@ -47,6 +49,8 @@ class AsOnCuda(TorchFunctionMode):
         alike."""
         super().__init__()
         self._attention = attention
+        self.recurrent = 0
+        """Calls of recurrent layers, whose workspace is counted at its largest."""
 
     @contextlib.contextmanager
     def throughout(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -77,6 +81,9 @@ class AsOnCuda(TorchFunctionMode):
             return self._attend(*args, **kwargs)
         if func is F.dropout:
             return _dropout(func, *args, **kwargs)
+        if name in _KEPT_BY_LAYER and len(args) == _ARGUMENTS_OF_RECURRENT:
+            self.recurrent += 1
+            return _recurrent(_KEPT_BY_LAYER[name], *args)
         if func is F.multi_head_attention_forward:
             with self._inside():
                 return func(*args, **kwargs)
@@ -310,3 +317,66 @@ def _dropout(
 
 def _is_half(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+# Recurrent layers as cuDNN computes them (ATen/native/cudnn/RNN.cpp), which a CPU does step by step.
+
+_KEPT_BY_LAYER = {"lstm": 6, "gru": 7, "rnn_tanh": 2, "rnn_relu": 2}
+"""Tensors of an output's size that cuDNN keeps of a layer, the output among them (results/h200/fit-truth/
+recurrent.json)."""
+_ARGUMENTS_OF_RECURRENT = 9
+"""Of sequences of one length; those that are packed have others."""
+_WORKSPACE_OF_RECURRENT, _OF_HALF, _LEAST_WORKSPACE = 12.5, 24.0, 22 * MIB
+"""The most that a workspace took in the same file: so many outputs, in fp16 more, and so many bytes beside them."""
+
+
+def _recurrent(  # noqa: PLR0917  (the parameters of torch.lstm and its kind, which are called by place)
+    kept: int,
+    x: Tensor,
+    state: Any,
+    weights: list[Tensor],
+    _biases: bool,
+    layers: int,
+    _dropout: float,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """The output (T, B, D H) or (B, T, D H) and the last states (L D, B, H), D = 2 where it runs both ways."""
+    states = state if isinstance(state, (list, tuple)) else (state,)
+    if torch.is_autocast_enabled("cpu"):
+        x, *states = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (x, *states))
+        weights = [weight.to(x.dtype) for weight in weights]
+    x = x.transpose(0, 1) if batch_first else x
+    width = states[0].shape[-1] * (2 if bidirectional else 1)
+    reserved = kept * layers - 1 if training and torch.is_grad_enabled() else 0
+    with torch.autocast("cpu", enabled=False):
+        out: Any = _Recurrent.apply(width, reserved, x.contiguous(), *states, *weights)
+    return out.transpose(0, 1) if batch_first else out, *(state.new_empty(state.shape) for state in states)
+
+
+class _Recurrent(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, width: int, reserved: int, x: Tensor, *states_and_weights: Tensor) -> Tensor:
+        out = x.new_empty((*x.shape[:2], width))
+        kept = x.new_empty(out.numel() * reserved)
+        _recurrent_workspace(out)
+        ctx.save_for_backward(x, out, kept, *states_and_weights)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, out, _, *states_and_weights = ctx.saved_tensors
+        gradient = gradients[0].contiguous()
+        of_x = torch.empty_like(x)
+        # All gradients of weights are parts of one buffer.
+        together = x.new_empty(sum(tensor.numel() for tensor in states_and_weights))
+        _recurrent_workspace(out)
+        del gradient
+        parts = together.split([tensor.numel() for tensor in states_and_weights])
+        return None, None, of_x, *(part.view_as(of) for part, of in zip(parts, states_and_weights, strict=True))
+
+
+def _recurrent_workspace(out: Tensor) -> None:
+    share = _OF_HALF if out.dtype == torch.float16 else _WORKSPACE_OF_RECURRENT
+    out.new_empty(int(out.nbytes * share) + _LEAST_WORKSPACE, dtype=torch.uint8)

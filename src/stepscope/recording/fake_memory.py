@@ -549,6 +549,8 @@ class FakeMemoryOfOwn(FakeMemory):
         """Calls of operators that are not PyTorch's, whose own memory nobody knows."""
         self.convolutions = 0
         """Calls of convolutions."""
+        self.recurrent = 0
+        """Calls of recurrent layers, as CUDA's would be."""
         self.convolution_bytes = 0
         """Bytes of the input, weight and output of the largest convolution."""
 

@@ -299,6 +299,12 @@ def _doubts(fit: AnyFit) -> Iterator[Line]:
             "chosen, so that the peak is a bound, and the truth may be far lower.",
             "care",
         )
+    if unseen.recurrent:
+        yield Line(
+            "The step has recurrent layers, for which cuDNN takes workspaces: each is counted at the most that was "
+            "measured, so that the peak is a bound.",
+            "care",
+        )
     if unseen.convolutions:
         yield Line(
             f"The step has convolutions, for which cuDNN takes workspaces: {format_bytes(unseen.workspace_bytes)} are "

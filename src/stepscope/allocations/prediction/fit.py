@@ -115,6 +115,8 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     """Operators that are not PyTorch's."""
     at_most: tuple[str, ...] = ()
     """Operators whose output was counted at its largest, since its shape depends on data: the peak is a bound."""
+    recurrent: int = 0
+    """Calls of recurrent layers in three steps, whose workspaces are counted at their largest: the peak is a bound."""
     without_state_bytes: int = 0
     """Bytes of parameters that the step trains and no module registers, so that the optimizer does not have them."""
 
@@ -242,7 +244,7 @@ def judge(predictor: Predictor[W, E], budget: Budget | None, *, search: bool = T
     peak = Fit(
         peak_bytes=predicted.peak_bytes,
         categories=predicted.categories,
-        is_bound=unseen is not None and bool(unseen.at_most),
+        is_bound=unseen is not None and bool(unseen.at_most or unseen.recurrent),
         estimate=predicted,
         workload=predictor.workload,
     )
