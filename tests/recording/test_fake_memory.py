@@ -301,7 +301,11 @@ def test_dropout_saves_a_byte_an_element(call: str):
 
 
 @pytest.mark.parametrize(
-    "loss", ["mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"]
+    "loss",
+    [
+        *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    ],
 )
 def test_a_mean_keeps_the_storage_that_pytorch_keeps(loss: str):
     """That of every element's loss, where PyTorch shrinks it to one number in place."""
@@ -368,6 +372,21 @@ def test_code_that_asks_for_cudas_autocast_hears_of_it():
         assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
         assert torch.get_autocast_dtype("cuda") == torch.bfloat16
     assert torch.is_autocast_enabled is asked and not torch.is_autocast_enabled()
+
+
+@pytest.mark.parametrize("autocast", [lambda **how: torch.autocast("cuda", **how), torch.cuda.amp.autocast])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp.autocast:FutureWarning")
+def test_a_module_that_enters_cudas_autocast_casts(autocast: Any, dtype: torch.dtype):
+    """Where CUDA is missing, PyTorch would warn and cast nothing."""
+    linear = nn.Linear(4, 4)
+    with AsOnCuda().throughout([]):
+        with autocast(dtype=dtype):
+            assert linear(torch.ones(2, 4)).dtype == dtype
+        with autocast(enabled=False):
+            assert linear(torch.ones(2, 4)).dtype == torch.float32
+        with autocast():
+            assert linear(torch.ones(2, 4)).dtype == torch.float16, "the default of CUDA"
 
 
 def test_autocast_casts_all_that_pytorchs_header_lists():

@@ -546,10 +546,10 @@ def _on_fake_tensors(
         _hang_on(fake, tensor)
         return fake
 
-    def faked_once(leaf: Tensor) -> Tensor:
+    def faked_once(leaf: Tensor) -> Any:
         if id(leaf) not in fakes:
             real.append(leaf)
-            if leaf.is_floating_point() or leaf.nbytes > fake_memory.LARGEST_REAL:
+            if leaf.is_floating_point() or leaf.is_complex() or leaf.nbytes > fake_memory.LARGEST_REAL:
                 fakes[id(leaf)] = faked(leaf)
             else:
                 with unset_fake_temporarily():

@@ -77,7 +77,8 @@ def ask_apart(
         end = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         raise errors.InputError(f"{what} ended its process {end} before it was done: let it return instead")
     if answer.error is not None:
-        raise (errors.DeviceError if answer.exit_code == errors.EXIT_DEVICE_FAILED else errors.InputError)(answer.error)
+        error = answer.error or f"{what}: KeyboardInterrupt was raised"
+        raise (errors.DeviceError if answer.exit_code == errors.EXIT_DEVICE_FAILED else errors.InputError)(error)
     return answer.data.encode()
 
 
@@ -174,7 +175,7 @@ def answer_apart(make: Callable[..., str], known: Callable[[], str | None] = lam
     except errors.StepscopeError as error:
         answer = _Answer(error=str(error), exit_code=error.exit_code)
     except KeyboardInterrupt:  # The user's code raised it, or a signal: whoever asked knows of that.
-        answer = _Answer(error=f"{' '.join(sys.argv[2:3])}: KeyboardInterrupt was raised")
+        answer = _Answer(error="")
     _write(file, answer)
 
 

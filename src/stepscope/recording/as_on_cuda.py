@@ -185,14 +185,24 @@ class AsOnCuda(TorchFunctionMode):
 @contextlib.contextmanager
 def _asked_of_cuda() -> Iterator[None]:
     """While open, code that asks whether CUDA's autocast is on, as a module does that casts by itself, hears of the
-    CPU's."""
-    enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    CPU's, and the autocast("cuda") that a module enters is the CPU's: without CUDA it would cast nothing."""
+    enabled, dtype, make = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast.__init__
+
+    def made(
+        self: torch.autocast, device_type: str, given: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        half = kwargs.pop("dtype", given)
+        if device_type == "cuda":
+            device_type, half = "cpu", half or dtype("cuda")
+        make(self, device_type, half, *args, **kwargs)
+
+    torch.autocast.__init__ = made
     torch.is_autocast_enabled = lambda device_type="cuda": enabled("cpu" if device_type == "cuda" else device_type)
     torch.get_autocast_dtype = lambda device_type: dtype("cpu" if device_type == "cuda" else device_type)
     try:
         yield
     finally:
-        torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, dtype
+        torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast.__init__ = enabled, dtype, make
 
 
 def chosen_backend(

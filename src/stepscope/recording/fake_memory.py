@@ -51,6 +51,7 @@ _TAKES: dict[Any, Callable[[tuple[Any, ...]], int]] = {
     _aten._safe_softmax.default: lambda args: args[0].numel(),  # which rows are masked whole
     _aten._ctc_loss_backward.default: lambda args: args[6].nbytes,  # log beta, beside the log alpha that forward kept
     _aten._ctc_loss_backward.Tensor: lambda args: args[6].nbytes,
+    _aten.soft_margin_loss_backward.default: lambda args: 2 * args[1].nbytes,  # exp(-target * input), in three steps
 }
 """Bytes that operators' kernels take for themselves, by their arguments."""
 
@@ -60,7 +61,7 @@ _SUMS = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})
 _LOSSES = {
     **dict.fromkeys((_aten.mse_loss.default, _aten.smooth_l1_loss.default), (1, 1)),
     _aten.huber_loss.default: (0, 1),
-    _aten.binary_cross_entropy.default: (1, 0),
+    **dict.fromkeys((_aten.binary_cross_entropy.default, _aten.soft_margin_loss.default), (1, 0)),
     _aten.binary_cross_entropy_with_logits.default: (0, 2),
 }
 """Losses whose mean keeps the storage of all elements', and whose kernels take as much: how often (ATen/native/Loss.cpp
