@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,22 @@ from stepscope.core.run_directory import load_runs
 from tests.app.cli.test_cli import run_until
 from tests.conftest import at_length
 from tests.hostile import signals
-from tests.hostile.campaign import wait_until_it_answers
+from tests.hostile.campaign import as_in_a_terminal, wait_until_it_answers
 from tests.hostile.signals import CODES, QUICK
 
 pytestmark = pytest.mark.slow
 
 SENT = [pytest.param(number, id=number.name) for number in CODES]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_terminal() -> Iterator[None]:
+    """Commands inherit what the tests' own process ignores: SIGHUP under nohup."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGHUP)}
+    as_in_a_terminal()
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +54,7 @@ def test_a_signal_while_the_command_and_torch_are_imported(sent: signal.Signals,
     time.sleep(delay_s)
     process.send_signal(sent)
     _, stderr = process.communicate(timeout=60)
-    said = [line for line in stderr.splitlines() if line != "stepscope: build tiny"]
+    said = [line for line in stderr.splitlines() if not line.startswith("stepscope: build tiny")]
     assert (process.returncode, said) in (
         (CODES[sent], ["stepscope: interrupted"]),
         (CODES[sent], ["stepscope: warm-up", "stepscope: interrupted"]),

@@ -147,6 +147,7 @@ def test_a_run_without_live_figures_is_shown_as_it_is():
 
 def test_nothing_of_the_scripts_last_line_is_wiped_away_or_continued(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delitem(sys.modules, "rich.live", raising=False)  # Tests of sweeps import it: a script that may draw.
     figures = LiveFigures(run="r", written="2026-11-28T12:00:00Z", stage="running", step=7, idle_s=0.0, step_s=0.5)
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", Onto(terminal))
