@@ -1,7 +1,7 @@
 """Is what `fit` predicts true? Predicted beside measured, for architectures that people train.
 
     python benchmarks/fit_truth.py FILE.json [--only falcon,roberta] [--dtypes bf16,fp32] [--jobs 6]
-    python benchmarks/fit_truth.py FILE.json --show [--before OLDER.json]
+    python benchmarks/fit_truth.py --show FILE.json [OLDER.json]
 
 Each is predicted by `fit`, on fake tensors, and measured by a plain loop: a factory, AdamW, autocast where bf16 is
 asked for, and PyTorch's own counters. The peak is the highest of four steps, the first among them. Then the loop runs
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import typing
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -279,7 +280,7 @@ class DiT(nn.Module):
         rates = torch.exp(torch.arange(width // 2, device=x.device) * (-math.log(1e4) / (width // 2)))
         angles = times[:, None] * rates
         c = self.time(torch.cat([angles.sin(), angles.cos()], -1))
-        for block in self.blocks:
+        for block in typing.cast("list[Any]", [*self.blocks]):
             shift, scale, gate, shift2, scale2, gate2 = block["modulation"](F.silu(c))[:, None].chunk(6, -1)
             y = block["norms"][0](x) * (1 + scale) + shift
             q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in block["qkv"](y).chunk(3, -1))
@@ -405,7 +406,8 @@ def _ids(model: nn.Module, batch: int) -> Any:
 
 
 def _lora(batch: int) -> Any:
-    model, inputs = architecture("llama", batch)[:2]
+    model: Any
+    model, inputs, *_ = architecture("llama", batch)
     model.requires_grad_(False)
     for block in model.model.layers:
         for name in ("q_proj", "v_proj"):
@@ -442,7 +444,9 @@ def measured(name: str, dtype: str, limit: int | None, expandable: bool, closer:
     model, inputs, *loss = architecture(name)
     model.to("cuda").train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
-    batch = {k: v.to("cuda") for k, v in inputs.items()} if isinstance(inputs, dict) else [t.to("cuda") for t in inputs]
+    batch: Any = (
+        {k: v.to("cuda") for k, v in inputs.items()} if isinstance(inputs, dict) else [t.to("cuda") for t in inputs]
+    )
     found: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters()), "peaks": [], "limit": limit}
     try:
         for _ in range(4):
@@ -455,9 +459,8 @@ def measured(name: str, dtype: str, limit: int | None, expandable: bool, closer:
             optimizer.step()
             optimizer.zero_grad()
             found["peaks"].append(torch.cuda.max_memory_allocated())
-            phases = {"forward_peak": forward, "saved": saved, "backward_peak": backward}
-        found |= {**phases, "after": torch.cuda.memory_allocated(), "held": True}
-        found["loss"] = value.item()
+            found |= {"forward_peak": forward, "saved": saved, "backward_peak": backward, "loss": value.item()}
+        found |= {"after": torch.cuda.memory_allocated(), "held": True}
     except torch.OutOfMemoryError:
         found["held"] = False
     found |= {"peak": max(found["peaks"], default=None), "reserved": torch.cuda.max_memory_reserved()}
@@ -486,7 +489,7 @@ def _alive_at_peak(snapshot: dict[str, Any]) -> list[tuple[int, int, str]]:
 
 def _forked(task: tuple[str, str, int | None, bool, bool]) -> dict[str, Any]:
     """`measured` in a child of this process, which has imported all and has not touched the GPU; failures as words."""
-    context = multiprocessing.get_context(START)
+    context: Any = multiprocessing.get_context(START)
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(theirs, task))
     try:
@@ -564,18 +567,21 @@ DTYPES: dict[str, Dtype] = {"bf16": "bf16", "fp32": "fp32"}
 def main() -> None:
     """Predict and measure each architecture, and write one document as they come."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=Path, nargs="?", help="the document that is written, or gone on with")
     parser.add_argument("--only", default=",".join(NAMES))
     parser.add_argument("--dtypes", default="bf16,fp32")
     parser.add_argument("--jobs", type=int, default=6, help="how many run side by side on the GPU")
     parser.add_argument("--predict-only", action="store_true", help="keep what was measured, and predict again")
-    parser.add_argument("--show", action="store_true", help="print the table of a document written before")
-    parser.add_argument("--before", type=Path, help="with --show: a document of an earlier prediction, beside it")
+    parser.add_argument(
+        "--show", type=Path, nargs="+", metavar="FILE", help="print a document's table, beside an older one's errors"
+    )
     asked = parser.parse_args()
     if asked.show:
-        before = json.loads(asked.before.read_text()) if asked.before else None
-        print("\n".join(table(json.loads(asked.out.read_text()), before)))
+        shown = [json.loads(file.read_text()) for file in asked.show]
+        print("\n".join(table(*shown[:2])))
         return
+    if asked.out is None:
+        parser.error("name the document that is to be written")
     document = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": {}}
     tasks = [(name, dtype) for name in asked.only.split(",") for dtype in asked.dtypes.split(",")]
     for name, dtype in tasks:

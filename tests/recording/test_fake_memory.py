@@ -219,7 +219,8 @@ def test_attention_written_out_gives_what_pytorchs_gives(dtype: torch.dtype):
     """Beside its own operator, with dropout of nearly nothing."""
     q, k, v = (torch.randn(2, 4, 6, 8, dtype=dtype) for _ in range(3))
     mask = torch.randn(2, 1, 6, 6, dtype=dtype)
-    for given in ({"attn_mask": mask}, {"is_causal": True}, {"scale": 0.3}):
+    calls: list[dict[str, Any]] = [{"attn_mask": mask}, {"is_causal": True}, {"scale": 0.3}]
+    for given in calls:
         with AsOnCuda(lambda _: "math"):
             plain = F.scaled_dot_product_attention(q, k, v, **given)
             torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v, dropout_p=1e-12, **given), plain)

@@ -345,11 +345,14 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
         categories: list[Any] = [*self.names]
         watch.allocations = [
             FakeAllocation(
-                nbytes=bytes_of[size], operator=self.names[operator], phase=self.names[phase],
-                category=categories[category], on_device=on_device,
+                nbytes=bytes_of[size],
+                operator=self.names[operator],
+                phase=self.names[phase],
+                category=categories[category],
+                on_device=on_device,
             )
             for (operator, phase, category, on_device), size in zip(self.kinds[:made], self.sizes, strict=False)
-        ]  # fmt: skip
+        ]
         watch.events, watch.phases = events, _phases(phases)
         watch.steps = [(count, _phases(each)) for count, each in self.steps[:steps]]
         watch.convolutions = self.convolutions
@@ -390,8 +393,17 @@ ENOUGH_S = 10.0
 UNIT, PADDED = 8, 32
 """Lengths are traced in multiples of the first, to which kernels pad masks; some pad what they keep to the second."""
 _EXPONENTS = (
-    (0, 0, 0), (1, 1, 0), (1, 0, 0), (0, 1, 0), (1, 2, 0), (0, 2, 0), (1, 0, 1), (2, 0, 0), (2, 1, 0), (0, 0, 1),
-)  # fmt: skip
+    (0, 0, 0),
+    (1, 1, 0),
+    (1, 0, 0),
+    (0, 1, 0),
+    (1, 2, 0),
+    (0, 2, 0),
+    (1, 0, 1),
+    (2, 0, 0),
+    (2, 1, 0),
+    (0, 0, 1),
+)
 """Of the batch, of the sequence and of the padded sequence, in the order in which they are tried."""
 _OTHERS: tuple[Dtype, ...] = ("bf16", "fp32", "bf16-pure")
 """Precisions that are traced besides the loop's own."""
@@ -432,9 +444,13 @@ def trace(sketch: Sketch, workload: WatchedWorkload) -> Traced:
         gc.unfreeze()
         torch.set_rng_state(random)
     return Traced(
-        batch_size=points[0][0], seq_len=length, accumulation=sketch.accumulation, longest=longest,
-        steps=tuple(found.values()), left=left,
-    )  # fmt: skip
+        batch_size=points[0][0],
+        seq_len=length,
+        accumulation=sketch.accumulation,
+        longest=longest,
+        steps=tuple(found.values()),
+        left=left,
+    )
 
 
 def _lengths(length: int | None) -> tuple[int | None, int | None, int | None]:
