@@ -390,6 +390,13 @@ def test_a_module_that_enters_cudas_autocast_casts(autocast: Any, dtype: torch.d
             assert linear(torch.ones(2, 4)).dtype == torch.float16, "the default of CUDA"
 
 
+def test_tensors_that_code_puts_on_the_gpu_are_where_it_runs():
+    with FakeTensorMode(), AsOnCuda():
+        x = torch.ones(2)
+        assert x.cuda() is x and x.to("cuda") is x and x.to(torch.device("cuda", 0), torch.half).device.type == "cpu"
+        assert torch.arange(2, device="cuda:0").device.type == "cpu" and x.to("meta").device.type == "meta"
+
+
 def test_autocast_casts_all_that_pytorchs_header_lists():
     header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
     lists = re.findall(r"#define AT_FORALL_FP32(?:_SET_OPT_DTYPE)?\(_\)((?:.*\\\n)+.*)", header.read_text())

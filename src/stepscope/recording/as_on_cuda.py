@@ -78,6 +78,8 @@ class AsOnCuda(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if "device" in kwargs or name in {"to", "cuda"}:
+            func, args, kwargs = _here(func, args, kwargs)
         if func is F.scaled_dot_product_attention and self._attention is not None:
             return self._attend(*args, **kwargs)
         if func is F.dropout:
@@ -183,6 +185,18 @@ class AsOnCuda(TorchFunctionMode):
         return aten._scaled_dot_product_attention_math(
             query, key, value, bias, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
+
+
+def _here(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """A call that puts a tensor on a GPU by its name, as one that puts it where the step is run."""
+
+    def place(value: Any) -> Any:
+        names_gpu = isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
+        return torch.device("cpu") if names_gpu else value
+
+    if func is Tensor.cuda:
+        return Tensor.to, (args[0], torch.device("cpu")), {}
+    return func, tuple(map(place, args)), {key: place(value) for key, value in kwargs.items()}
 
 
 @contextlib.contextmanager

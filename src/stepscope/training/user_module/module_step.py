@@ -416,7 +416,8 @@ class _FirstRuns:
         except (StepscopeError, torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
             raise
         except (Exception, SystemExit) as error:  # The user's own code may raise anything.
-            if isinstance(error, RuntimeError) and "memory" in message_of(error):
+            missing = isinstance(error, NotImplementedError)  # names operators, as empty.memory_format
+            if isinstance(error, RuntimeError) and not missing and "memory" in message_of(error):
                 raise
             called = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
             where = f"{phase}, in its loss function" if UserModule.loss_of.__code__ in called else phase
