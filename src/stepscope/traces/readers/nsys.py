@@ -55,6 +55,8 @@ NO_NUMBER = 1 - 2**63
 _READERS = 2
 _BATCH_ROWS = 1 << 16
 """The most raw rows of an export that are held at once: they take several times the memory of what is kept."""
+_LEAST_ROW_BYTES = 16
+"""A row of two times, an id and a name takes more bytes than this in an export."""
 _BROKEN_PARQUET = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
 """Damage that polars does not foresee makes it panic."""
 
@@ -135,8 +137,8 @@ class SqliteTables:
         """Numbers with NO_NUMBER for null; texts as bytes, empty for null, since the export promises no encoding."""
         bounds = self._query(f'SELECT ifnull(min(rowid), 0) AS low, ifnull(max(rowid), -1) AS high FROM "{table}"')
         low, high = int(bounds.item(0, "low")), int(bounds.item(0, "high"))
-        # Rows are numbered without gaps; a file where they are not is read at once. A row takes some bytes.
-        step = _BATCH_ROWS if high - low <= self._bytes else high - low + 1
+        # Rows are numbered without gaps; a table where they are not is read at once, or most batches could be empty.
+        step = _BATCH_ROWS if high - low <= self._bytes // _LEAST_ROW_BYTES else high - low + 1
         wanted = [f'CAST(ifnull("{name}", {NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
         wanted += [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
         columns = ", ".join(wanted)
