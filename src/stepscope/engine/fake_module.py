@@ -458,8 +458,8 @@ def watch_module(
             if not on_host or not isinstance(error.__cause__, NotImplementedError):
                 raise
             raise InputError(
-                f"{user_module.name} cannot be predicted: its step is run on the CPU's fake tensors, and calls what a "
-                f"GPU alone has ({named_line(error.__cause__, 120)}); measure it on the GPU with stepscope run"
+                f"{user_module.name} cannot be predicted: its step is run on the CPU's fake tensors, which cannot do "
+                f"what it calls ({named_line(error.__cause__, 120)}); measure it on the GPU with stepscope run"
             ) from error
         watch.recurrent = as_on_cuda.recurrent
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.whole.parameters())
