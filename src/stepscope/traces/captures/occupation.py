@@ -336,7 +336,7 @@ def _gaps(work: pl.DataFrame) -> pl.DataFrame:
     # The work before each row that ended last.
     furthest = pl.select(pl.when(end_ns == reached).then(pl.int_range(work.height)).forward_fill().shift(1)).to_series()
     gaps = rows.with_columns(furthest.alias("before")).filter(pl.col("start_ns") > pl.col("reached"))
-    after = work[gaps["after"]]
+    after = work.drop("start_ns", "duration_ns")[gaps["after"]]
     before = work.select("name", "launch_thread", "phase", "step")[gaps["before"]]
     return after.select(
         "device",
@@ -369,7 +369,8 @@ def _place(before: pl.DataFrame, after: pl.DataFrame) -> pl.Series:
 def _with_causes(gaps: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
     table = attribution.table
     gaps = gaps.with_row_index("gap")
-    late = gaps.filter(pl.col("launch_ns") > pl.col("start_ns") - LAUNCH_NS)
+    launch = ["gap", "process", "start_ns", "launch_ns", "launch_thread", "thread_before", "after"]
+    late = gaps.select(launch).filter(pl.col("launch_ns") > pl.col("start_ns") - LAUNCH_NS)
     # The time that the launching threads spent loading data from each gap's start to its launch.
     columns = ["process", "thread", "start_ns", "duration_ns"]
     loading = pl.concat(named(frame, _LOADS_DATA).select(columns) for frame in (table.ranges, table.operators))
@@ -387,23 +388,24 @@ def _with_causes(gaps: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
         "gap",
         "wait",
         pl.when((pl.col("loading_ns") > 0) & (pl.col("loading_ns") * 2 > pl.col("launch_ns") - pl.col("start_ns")))
-        .then(pl.lit("data"))
+        .then(pl.lit("data", CAUSE))
         .when(pl.col("wait").is_not_null())
-        .then(pl.lit("synchronisation"))
+        .then(pl.lit("synchronisation", CAUSE))
         .when("copies_in")
-        .then(pl.lit("data"))
+        .then(pl.lit("data", CAUSE))
+        .otherwise(pl.lit("launch-bound", CAUSE))
         .alias("cause"),
-    ).with_columns(pl.col("cause").fill_null("launch-bound"))
+    )
     in_time = (
         pl.when(pl.col("launch_ns").is_null())
-        .then(pl.lit("unknown"))
+        .then(pl.lit("unknown", CAUSE))
         .when(pl.col("duration_ns") <= KERNEL_LATENCY_NS)
-        .then(pl.lit("kernel-to-kernel latency"))
-        .otherwise(pl.lit("dependency"))
+        .then(pl.lit("kernel-to-kernel latency", CAUSE))
+        .otherwise(pl.lit("dependency", CAUSE))
     )
+    found = gaps.select("gap").join(late, on="gap", how="left", maintain_order="left")
     return (
-        gaps.join(late, on="gap", how="left", maintain_order="left")
-        .with_columns(pl.coalesce("cause", in_time).cast(CAUSE).alias("cause"))
+        gaps.with_columns(found["wait"], pl.coalesce(found["cause"], in_time).alias("cause"))
         .with_columns(pl.when(pl.col("cause") == "synchronisation").then("wait").alias("wait"))
         .select("device", "start_ns", "duration_ns", "cause", "phase", "step", "before", "after", "launch_ns", "wait")
     )
