@@ -19,8 +19,8 @@ MIDDLE_SEGMENT = 20 * MIB
 LARGE_REQUEST = 10 * MIB
 LARGE_ROUNDING = 2 * MIB
 
-_NO_BLOCK = -1
-"""Stands for the block of a tensor without elements, which has none."""
+NO_BLOCK = -1
+"""Stands for the block of a tensor that has none to give back, as one without elements."""
 
 
 class OutOfMemory(Exception):
@@ -71,37 +71,53 @@ class CachingAllocator:
     def allocate(self, size: int) -> tuple[int, int]:
         """Address and bytes of a block for so many bytes. Raises OutOfMemory."""
         if not size:
-            return _NO_BLOCK, 0
+            return NO_BLOCK, 0
         size = -(-size // SMALLEST) * SMALLEST  # rounded(size), of which there are a million calls
         small = size <= SMALL_REQUEST
         free = self._free[small]
         place = bisect_left(free, (size, 0))
         block = self._blocks[free.pop(place)[1]] if place < len(free) else self._segment(size, small)
-        if block.size != size and rest_is_split_off(block.size - size, small):
-            self._split(block, size)
+        rest = block.size - size
+        if rest and rest_is_split_off(rest, small):
+            # The rest lies behind the block, before the one that was there.
+            after, behind = block.after, _Block(block.address + size, rest, small)
+            behind.before, behind.after = block, after
+            if after is not None:
+                after.before = behind
+            block.after, block.size = behind, size
+            self._blocks[behind.address] = behind
+            insort(free, (rest, behind.address))
         block.free = False
         return block.address, block.size
 
     def free(self, block: int) -> None:
         """Give back the block at this address; it merges with free neighbours."""
-        if block == _NO_BLOCK:
+        if block == NO_BLOCK:
             return
-        freed = self._blocks[block]
+        blocks = self._blocks
+        freed = blocks[block]
+        free = self._free[freed.small]
         freed.free = True
         after, before = freed.after, freed.before
-        if after is not None and after.free:
-            self._forget(after)
-            self._join(freed, after)
         if before is not None and before.free:
-            self._forget(before)
-            self._join(before, freed)
-            freed = before
-        insort(self._free[freed.small], (freed.size, freed.address))
+            del free[bisect_left(free, (before.size, before.address))]
+            after, freed = freed, before
+        # Behind a free neighbour the block itself is joined first, which no list has.
+        while after is not None and after.free:
+            if after.address != block:
+                del free[bisect_left(free, (after.size, after.address))]
+            del blocks[after.address]
+            freed.size += after.size
+            freed.after = after = after.after
+            if after is not None:
+                after.before = freed
+        insort(free, (freed.size, freed.address))
 
     def release_cached(self) -> None:
         """Give back every segment that holds nothing."""
         for block in [b for b in self._blocks.values() if b.free and b.before is None and b.after is None]:
-            self._forget(block)
+            free = self._free[block.small]
+            del free[bisect_left(free, (block.size, block.address))]
             del self._blocks[block.address]
             self.reserved -= block.size
 
@@ -127,23 +143,3 @@ class CachingAllocator:
         self.reserved += wanted
         self.reserved_peak = max(self.reserved_peak, self.reserved)
         return block
-
-    def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.address + size, block.size - size, block.small)
-        rest.before, rest.after = block, block.after
-        if rest.after is not None:
-            rest.after.before = rest
-        block.after, block.size = rest, size
-        self._blocks[rest.address] = rest
-        insort(self._free[rest.small], (rest.size, rest.address))
-
-    def _join(self, block: _Block, after: _Block) -> None:
-        block.size += after.size
-        block.after = after.after
-        if block.after is not None:
-            block.after.before = block
-        del self._blocks[after.address]
-
-    def _forget(self, block: _Block) -> None:
-        free = self._free[block.small]
-        free.pop(bisect_left(free, (block.size, block.address)))

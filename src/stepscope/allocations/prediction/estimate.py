@@ -173,7 +173,9 @@ class SymbolicStep:
                 self._allocator.begin_private_pool()  # as `StepGraphs` empties the cache before it captures
             self._peaks, self._saved = {}, 0
             before = self._ledger.total
-            for micro in range(min(workload.accumulation, MICRO_BATCHES)):
+            # Where the allocator only rounds, the second finds the gradients, and all later ones what it found.
+            different = MICRO_BATCHES if isinstance(self._allocator, CachingAllocator) else 2
+            for micro in range(min(workload.accumulation, different)):
                 self._forward_and_backward(first=step == 0 and micro == 0)
             if workload.phase == "train":
                 self._optimize(first=step == 0 and steps > 1)
@@ -190,9 +192,14 @@ class SymbolicStep:
         first, *others = ((p.elements, p.itemsize) for p in model.parameters)
         tensors = [first, angles, angles, *others]
         # A model in bf16 is made in fp32 and then cast, tensor by tensor. What was made becomes the master weight.
-        storages = [self._stay(4 * elements, "parameters") for elements, _ in tensors]
         keeps_masters = PRECISIONS[workload.dtype].masters and workload.phase == "train"
-        for i, (elements, size) in enumerate(tensors):
+        cast = any(size != 4 for _, size in tensors)
+        made = [4 * elements for elements, _ in tensors]
+        if cast:
+            storages = [self._stay(size, "parameters") for size in made]
+        else:
+            storages = self._ledger.together(made, CATEGORIES.index("parameters"))
+        for i, (elements, size) in enumerate(tensors if cast else ()):
             if size != 4:
                 if keeps_masters:
                     storages[i].become(CATEGORIES.index("optimizer state"))
@@ -246,7 +253,7 @@ class SymbolicStep:
             self._norm = self._clip()
         if optimizer == "adamw-foreach":
             # torch/optim/adamw.py, `_multi_tensor_adamw`: the square roots of all second moments at once.
-            roots = [self._ledger.storage((masters or p.itemsize) * p.elements) for p in parameters]
+            roots = self._ledger.together([(masters or p.itemsize) * p.elements for p in parameters])
             del roots
         elif optimizer == "adamw-loop":
             # `_single_tensor_adamw`: a square root and its quotient, which lives until the next parameter's is there.
@@ -259,7 +266,8 @@ class SymbolicStep:
             del denominator
         elif optimizer == "adamw-bf16-state":
             # training/optimizer.py: one parameter at a time, in fp32; gradients that are not fp32 are copied.
-            for parameter in parameters:
+            alike = {(p.elements, p.itemsize): p for p in parameters}  # each leaves the memory as it was
+            for parameter in alike.values() if self._model.abridged else parameters:
                 self._update_in_fp32(parameter)
         del gradients
         self._release_gradients()
@@ -306,7 +314,7 @@ class SymbolicStep:
             itemsize = moment_bytes(self._workload)
             counts = [4] if self._workload.optimizer == "adamw-fused" else []  # its count of steps
             sizes = [size for count in elements for size in (count * itemsize, count * itemsize, *counts)]
-        self._resident += [self._stay(size, "optimizer state") for size in sizes]
+        self._resident += self._ledger.together(sizes, CATEGORIES.index("optimizer state"))
 
     def _release_gradients(self) -> None:
         for parameter in self._model.parameters:

@@ -24,7 +24,7 @@ from stepscope.core.checkpointing import OFFLOAD, group_of, keeping, mixtures, m
 from stepscope.core.device_spec import HOST_BYTES_PER_S, REPORTED_MIB, DeviceSpec, device_named, is_unified
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import MemoryCategory, PhaseMemory
-from stepscope.core.formulas.transformer import recomputed_flops, step_flops
+from stepscope.core.formulas.transformer import moment_bytes, parameter_count, recomputed_flops, step_flops
 from stepscope.core.parts import is_kept, scores_of
 from stepscope.core.precisions import PRECISIONS, SCALED_MULTIPLE
 from stepscope.core.run import Run
@@ -298,6 +298,8 @@ class SymbolicPredictor:
         return self._peaks[workload]
 
     def fits(self, workload: TextbookWorkload, budget: Budget, *, quickly: bool = False) -> bool:
+        if _states(workload) > budget.usable_bytes:
+            return False  # most combinations of changes, which need not be simulated
         peak = self.peak(workload)
         if peak is None or quickly:
             return peak is not None and _fits_quickly(peak, budget)
@@ -343,6 +345,15 @@ def _fails_in(workload: TextbookWorkload, budget: Budget, predicted: MemoryEstim
 def safety_of(workload: Workload) -> float:
     """Share of the memory that is left free beside a step whose sizes formulas know."""
     return GRAPH_SAFETY if workload.graph == "step" else SAFETY
+
+
+def _states(workload: TextbookWorkload) -> int:
+    """Bytes that a step holds at its end at least: parameters, and in training their gradients and the optimizer's
+    state."""
+    precision, trains = PRECISIONS[workload.dtype], workload.phase == "train"
+    gradients = precision.weights if workload.phase != "forward" else 0
+    of_optimizer = 2 * moment_bytes(workload) + precision.masters if trains else 0
+    return parameter_count(workload.model) * (precision.weights + gradients + of_optimizer)
 
 
 def _fits_quickly(peak_bytes: int, budget: Budget) -> bool:

@@ -323,10 +323,12 @@ class SymbolicModel:
         if not tape.recording:
             return x
         parameters = [parameter for block in group for parameter in block.values()]
+        sizes = [parameter.bytes for parameter in parameters]
         saved = [storage for i, storage in left if i != _CAST or self.workload.checkpointing == "none"]
 
         def backward(tape: Tape, gradient: Storage) -> Sequence[Storage | None]:
-            return gradient, *(None if p.gradient else tape.storage(p.bytes) for p in parameters)
+            made = [] if parameters[0].gradient else tape.ledger.together(sizes)
+            return gradient, *made, *[None] * (len(parameters) - len(made))
 
         return tape.alias("Block", x, backward, parameters, saved)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
+from stepscope.allocations.prediction.caching_allocator import NO_BLOCK
 from stepscope.core.evidence import CATEGORIES
 
 _INDEX = {category: i for i, category in enumerate(CATEGORIES)}
@@ -41,7 +42,7 @@ class RoundingAllocator:
     unit: int = 512
 
     def allocate(self, size: int) -> tuple[int, int]:
-        return 0, -(-size // self.unit) * self.unit
+        return NO_BLOCK, -(-size // self.unit) * self.unit
 
     def free(self, block: int) -> None:
         pass
@@ -57,45 +58,36 @@ class Ledger:
         self.total = 0
         self.peak = 0
         self._at_peak: list[int] | None = None
-        self._at_peak_now = True
+        self.at_peak_now = True
 
     def storage(self, size: int, category: int = _TEMPORARY) -> "Storage":
         """Memory of `size` bytes. Raises the allocator's exception when there is no more."""
         block, block_bytes = self.allocate(size)
         return Storage(self, size, category, block, block_bytes)
 
+    def together(self, sizes: Sequence[int], category: int = _TEMPORARY) -> "list[Storage]":
+        """Memory of so many bytes each, which comes and goes together: one storage where the allocator only rounds."""
+        if not sizes or not isinstance(self.allocator, RoundingAllocator):
+            return [self.storage(size, category) for size in sizes]
+        unit = self.allocator.unit
+        block_bytes = unit * sum(-(-size // unit) for size in sizes)
+        return [Storage(self, sum(sizes), category, NO_BLOCK, block_bytes)]
+
     def begin(self) -> None:
         """Begin a phase by forgetting the peak so far."""
-        self.peak, self._at_peak, self._at_peak_now = self.total, None, True
+        self.peak, self._at_peak, self.at_peak_now = self.total, None, True
 
     @property
     def at_peak(self) -> list[int]:
         """Bytes by category at the peak."""
-        self._leave_peak()
+        self.leave_peak()
         assert self._at_peak is not None
         return self._at_peak
 
-    def add(self, category: int, size: int, block: int) -> None:
-        total = self.total + block
-        if total > self.peak:
-            self.peak, self._at_peak_now = total, True
-        elif self._at_peak_now:
-            self._leave_peak()
-        self.live[category] += size
-        self.live[_ROUNDING] += block - size
-        self.total = total
-
-    def remove(self, category: int, size: int, block: int) -> None:
-        if self._at_peak_now:
-            self._leave_peak()
-        self.live[category] -= size
-        self.live[_ROUNDING] -= block - size
-        self.total -= block
-
-    def _leave_peak(self) -> None:
+    def leave_peak(self) -> None:
         """Copy the live bytes when a peak ends, not at each step up to it."""
-        if self._at_peak_now:
-            self._at_peak, self._at_peak_now = self.live.copy(), False
+        if self.at_peak_now:
+            self._at_peak, self.at_peak_now = self.live.copy(), False
 
 
 class Storage:
@@ -106,11 +98,26 @@ class Storage:
     def __init__(self, ledger: Ledger, size: int, category: int, block: int, block_bytes: int) -> None:
         self._ledger, self.bytes, self.category, self._saves = ledger, size, category, 0
         self._block, self._block_bytes = block, block_bytes
-        ledger.add(category, size, block_bytes)
+        # What the ledger counts is written out here and below: of a step there are a hundred thousand storages.
+        total = ledger.total = ledger.total + block_bytes
+        if total > ledger.peak:
+            ledger.peak, ledger.at_peak_now = total, True
+        elif ledger.at_peak_now:
+            ledger.leave_peak()
+        live = ledger.live
+        live[category] += size
+        live[_ROUNDING] += block_bytes - size
 
     def __del__(self) -> None:
-        self._ledger.remove(self.category, self.bytes, self._block_bytes)
-        self._ledger.free(self._block)
+        ledger = self._ledger
+        if ledger.at_peak_now:
+            ledger.leave_peak()
+        live, block_bytes = ledger.live, self._block_bytes
+        live[self.category] -= self.bytes
+        live[_ROUNDING] -= block_bytes - self.bytes
+        ledger.total -= block_bytes
+        if self._block != NO_BLOCK:
+            ledger.free(self._block)
 
     def become(self, category: int) -> None:
         self._ledger.live[self.category] -= self.bytes
@@ -254,6 +261,7 @@ class Tape:
 
     def __init__(self, ledger: Ledger, recording: bool) -> None:
         self.ledger, self.recording = ledger, recording
+        self.storage = ledger.storage
         self.workspaces: list[Storage] = []
         """Workspaces of the library of matrix products: one for forward's thread, one for backward's."""
         self.workspace_bytes = 0
@@ -271,9 +279,6 @@ class Tape:
     def runs_again(self) -> bool:
         """Whether this is the second run of a checkpoint, for its backward."""
         return self._rerun is not None
-
-    def storage(self, size: int) -> Storage:
-        return self.ledger.storage(size)
 
     def output(self, operator: str, size: int) -> Storage:
         """Memory for an operator's output. If checkpointing keeps it, forward gets the same memory when rerun."""

@@ -574,7 +574,7 @@ def _show(
     """Show the predictions of one step, and keep them as forecasts. second: of the textbook's step on fake tensors.
     Raises LimitExceeded where it is larger than the limit."""
     from stepscope.allocations.prediction.answer import answer_fit, answer_second, fit_document
-    from stepscope.core.run_directory import FORECASTS_FILE
+    from stepscope.core.run_directory import FORECASTS_FILE, RUN_FILE
 
     answers = [answer_fit(fit) for fit in fits]
     documents = [{**fit_document(fit, answer), **_over(fit, limit)} for fit, answer in zip(fits, answers, strict=True)]
@@ -582,7 +582,8 @@ def _show(
         answers.append(answer_second(fits[0].estimate, second))
         for document in documents:
             document["fake"] = msgspec.to_builtins(second)
-    if (runs / FORECASTS_FILE).is_file():  # how far forecasts that were kept here were off
+    if (runs / FORECASTS_FILE).is_file() and any(runs.glob(f"*/{RUN_FILE}")):
+        # How far forecasts that were kept here were off.
         from stepscope.runs.history import error_bars, judged_in
 
         if bars := error_bars(judged_in(runs)[0]):
