@@ -465,7 +465,7 @@ def measured(name: str, dtype: str, limit: int | None, expandable: bool, closer:
         found["held"] = False
     found |= {"peak": max(found["peaks"], default=None), "reserved": torch.cuda.max_memory_reserved()}
     if closer:
-        found["alive"] = _alive_at_peak(torch.cuda.memory._snapshot())
+        found["alive"] = _alive_at_peak(typing.cast("dict[str, Any]", torch.cuda.memory._snapshot()))
     return found
 
 
