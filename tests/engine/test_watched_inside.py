@@ -57,7 +57,9 @@ def test_a_run_is_judged_before_the_process_can_be_killed_and_its_place_is_where
     assert killed is not None and killed.finding("rest-is-large") is not None and killed.summary
     assert killed.evidence.notes == ("what follows these steps, which is written once it is over",)
     assert watched.run is not None and watched.run.finding("rest-is-large") and not watched.run.evidence.notes
-    refused, soon, end = capsys.readouterr().err.splitlines()
+    said = capsys.readouterr().err.splitlines()
+    refused = next(line for line in said if "the run was saved as " in line)  # a write that was under way says so, too
+    soon, end = said[-2:]
     place = Path(refused.partition("the run was saved as ")[2]).parent
     assert load_run(place) == watched.run
     assert soon.endswith(f"stepscope show {place}") and end.endswith(f"; saved in {place}")

@@ -277,12 +277,16 @@ def gradients_kept(model: object) -> Generator[None]:
 
     parameters = [*model.parameters()] if isinstance(model, nn.Module) else []
     before = [parameter.grad for parameter in parameters]
+    reached: list[object] = []
+    trained: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
+    hooks = [parameter.register_post_accumulate_grad_hook(reached.append) for parameter in trained]
     for parameter in parameters:
         parameter.grad = None  # into one that is there, backward would add
     try:
         yield
     finally:
-        reached = any(parameter.grad is not None for parameter in parameters)
+        for hook in hooks:
+            hook.remove()
         for parameter, grad in zip(parameters, before, strict=True):
             parameter.grad = grad
     if reached:
