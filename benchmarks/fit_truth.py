@@ -8,8 +8,7 @@ asked for, and PyTorch's own counters. The peak is the highest of four steps, th
 again with a limit: the smallest memory of which `fit` says that the step fits, which PyTorch enforces on what its
 allocator reserves (`torch.cuda.set_per_process_memory_fraction`), once with the allocator's usual settings and once
 with expandable segments. Weights are random, and nothing is downloaded; the architectures of transformers need it
-installed. No mend was made for those of HELD_BACK: nobody
-looked into their blocks.
+installed. No mend was made for those of HELD_BACK: nobody looked into their blocks.
 """
 
 import argparse
@@ -527,7 +526,7 @@ BEGINNING = threading.Lock()
 def _work(answer: Any, task: tuple[str, str, int | None, bool, bool]) -> None:
     try:
         answer.send(measured(*task))
-    except Exception as error:
+    except Exception as error:  # whatever a model raises: its row says it, and the others go on
         answer.send({"failure": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"})
 
 

@@ -349,7 +349,7 @@ def read_plain_pickle(path: Path) -> object:
 
 
 def read_with_columns(path: Path) -> object:
-    """The same, where it can be with Columns in place of the lists of a snapshot's events (`device_traces`)."""
+    """What a snapshot's file holds; where it can be, with Columns in place of the lists of events (`device_traces`)."""
     content = _read_apart(path, "columns")
     return _load(path) if content is None else content
 

@@ -103,7 +103,7 @@ class History(Sequence[Event]):
         )
 
     def steps(self) -> Iterator[tuple[str, int, int, int]]:
-        """Of each event the action, address, size and stream: what a replay needs."""
+        """The action, address, size and stream of each event: what a replay needs."""
         return zip(map(self.actions.__getitem__, self.kinds), self.addresses, self.sizes, self.streams, strict=True)
 
     def where(self, *actions: str) -> list[int]:

@@ -321,15 +321,15 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     names: list[str]
     """Operators, phases and categories, by their places."""
     kinds: list[tuple[int, int, int, bool]]
-    """Of each allocation, the operator, the phase and the category by their places, and whether it is on the device."""
+    """An allocation's operator, phase and category by their places in `names`, and whether it is on the device."""
     sums: list[tuple[Term, ...]]
     sizes: list[int]
-    """Of each allocation its bytes, by the place of their sum."""
+    """An allocation's bytes, by the place of their sum in `sums`."""
     steps: list[tuple[int, list[tuple[str, int, int]]]]
     """Before each step, how many events there were, and the phases of the step before; last of the last one."""
     convolutions: int = 0
     convolution_bytes: int = 0
-    """Of the largest convolution, for each sample and place in the sequence."""
+    """Bytes of the largest convolution's operands, for each sample and place in the sequence."""
     custom: list[str] = []
     at_most: list[str] = []
     recurrent: int = 0
@@ -404,7 +404,7 @@ _EXPONENTS = (
     (2, 1, 0),
     (0, 0, 1),
 )
-"""Of the batch, of the sequence and of the padded sequence, in the order in which they are tried."""
+"""Exponents of the batch, the sequence and the padded sequence in a term, in the order in which they are tried."""
 _OTHERS: tuple[Dtype, ...] = ("bf16", "fp32", "bf16-pure")
 """Precisions that are traced besides the loop's own."""
 _STEPS = 3

@@ -270,8 +270,8 @@ SAFETY = 0.01
 """Share of the memory that is left free: a cache that is fragmented otherwise than predicted needs a little more."""
 
 GRAPH_SAFETY = 0.02
-"""The same of a step that is replayed as CUDA graphs: of four that were measured (results/h100-x2/parallel), what is
-reserved was predicted 0.06 to 1.4 % too low."""
+"""Share of the memory that is left free beside a step that is replayed as CUDA graphs: what is reserved was predicted
+0.06 to 1.4 % too low for those that were measured (results/h100-x2/parallel)."""
 
 QUICK_SAFETY = 0.04
 """Share of the memory that a plan leaves free; larger, as its peak is predicted without the cache's remainders."""

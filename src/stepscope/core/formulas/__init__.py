@@ -150,7 +150,7 @@ def bytes_of_partial_sums(
 
 
 _MULTIPROCESSORS, _THREADS = 132, 2048
-"""Of a Hopper GPU, and the threads of each."""
+"""The multiprocessors of a Hopper GPU, and the threads that each runs at once."""
 
 
 def _coalesced(dims: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

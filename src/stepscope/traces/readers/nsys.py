@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from urllib.parse import quote
 
 import adbc_driver_sqlite.dbapi
@@ -267,9 +267,9 @@ def detail_columns(frame: pl.DataFrame) -> list[pl.Series]:
     def sizes(columns: tuple[str, ...]) -> pl.Series:
         known = pl.all_horizontal(pl.col(columns) != NO_NUMBER)
         text = pl.when(known).then(pl.format("[{}, {}, {}]", *columns)).cast(pl.Categorical()).alias("size")
-        low, high = (max(1, int(frame[name].max() or 0) + 1) for name in columns[1:])  # type: ignore[call-overload]
-        least = min(int(frame[name].min() or 0) for name in columns)  # type: ignore[call-overload]
-        if least < 0 or int(frame[columns[0]].max() or 0) * low * high >= LARGEST_NS:  # type: ignore[call-overload]
+        bounds = [_bounds(frame[name]) for name in columns]
+        low, high = (max(1, most + 1) for _, most in bounds[1:])
+        if min(least for least, _ in bounds) < 0 or bounds[0][1] * low * high >= LARGEST_NS:
             return frame.select(text).to_series()
         # There are few sizes: each is written once, and found by the one number that stands for it.
         x, y, z = (pl.col(name) for name in columns)
@@ -596,7 +596,8 @@ class _Reader:
         low, high = known[0], known[-1]
         if high - low + 1 == len(known):  # numbered without gaps
             at = ids if low == 0 else ids - low
-            inside = low <= ids.min() and ids.max() <= high  # type: ignore[operator]
+            least, most = _bounds(ids)
+            inside = low <= least and most <= high
             at = at if inside else at.set(~ids.is_between(low, high), None)
         else:
             at = known.search_sorted(ids, side="left").clip(upper_bound=len(known) - 1)
@@ -777,7 +778,12 @@ def _closed(ranges: pl.DataFrame, last_ns: int) -> pl.DataFrame:
 def _number_of(frame: pl.DataFrame, column: str) -> pl.Series:
     """The numbers of a column, null where there are none."""
     numbers = frame[column]
-    return numbers.set(numbers == NO_NUMBER, None) if numbers.min() <= NO_NUMBER else numbers  # type: ignore[operator]
+    return numbers.set(numbers == NO_NUMBER, None) if _bounds(numbers)[0] <= NO_NUMBER else numbers
+
+
+def _bounds(numbers: pl.Series) -> tuple[int, int]:
+    """The least and the largest of whole numbers; 0 where there are none."""
+    return cast("int", numbers.min() or 0), cast("int", numbers.max() or 0)
 
 
 _START = pl.col("start").alias("start_ns")
