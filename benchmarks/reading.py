@@ -1,10 +1,11 @@
 """What reading a file costs beside the least that any program pays for it: processor time, and peak memory.
 
-    python benchmarks/reading.py [--repeats 5] [--size 199MB] [--nsys CAPTURE] [--json FILE]
+    python benchmarks/reading.py [--only nsys kineto snapshot] [--repeats 5] [--size 199MB] [--json FILE]
     python benchmarks/reading.py --show FILE...
 
 Each runs as a fresh process on a file in the page cache, in turn with its peer; the least processor time of each
-counts, since what others do on the machine only adds to it.
+counts, since what others do on the machine only adds to it. Peers with environments of their own run where
+`benchmarks/trace.py --peers` has made them; the others are named with the reason.
 """
 
 import argparse
@@ -20,7 +21,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from contestants import CONTESTANTS, Peers
+from kineto_tiles import tile_kineto
 from nsys_tiles import tile_nsys
+from snapshot_tiles import tile_snapshot
 from stepscope.core.environment import Environment
 from stepscope.core.errors import StepscopeError
 from stepscope.core.units import parse_bytes
@@ -28,7 +32,11 @@ from stepscope.recording.environment import read_environment
 from stored import Sample, measure_or_show
 
 HERE = Path(__file__).parent
-NSYS = HERE.parent / "tests" / "data" / "nsys_train.sqlite.gz"
+DATA = HERE.parent / "tests" / "data"
+NSYS = DATA / "nsys_train.sqlite.gz"
+KINETO, KINETO_BYTES = DATA / "kineto_train.json.gz", {"lean": 218_000_000, "with shapes": 10_000_000}
+SNAPSHOT, EVENTS = DATA / "snapshot_train.pickle.gz", (1_000_000, 4_580_000)
+PICKLE = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"
 
 
 class Race(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +46,8 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     ours: tuple[str, ...]
     peer_name: str
     peer: tuple[str, ...]
+    python: str = sys.executable
+    """The peer's interpreter."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,12 +88,41 @@ def nsys_races(folder: Path, capture: Path, size_bytes: int) -> list[Race]:
     ]
 
 
-def sample_of(command: tuple[str, ...]) -> Sample:
+def kineto_races(folder: Path, peers: Peers) -> list[Race]:
+    """Tiled traces, a large one without shapes and a small one; each beside every peer that is installed."""
+    races: list[Race] = []
+    for kind, size in KINETO_BYTES.items():
+        file = folder / f"{size}.json"
+        made = tile_kineto(KINETO, file, size, drop_arguments=kind == "lean")
+        name = f"Kineto {made.bytes / 1e6:.0f} MB, {made.events:,} events"
+        for peer in (one for one in CONTESTANTS if one.reads == "kineto" and one.runner):
+            if reason := peers.missing(peer):
+                sys.stderr.write(f"{peer.name}: skipped, {reason}\n")
+                continue
+            python, *rest = peers.command(peer, file)
+            ours = ("-m", "stepscope", "trace", str(file), "--json")
+            races.append(Race(name=name, ours=ours, peer_name=peer.name, peer=tuple(rest), python=python))
+    return races
+
+
+def snapshot_races(folder: Path) -> list[Race]:
+    """Tiled histories, each beside the reading of the pickle alone."""
+    races: list[Race] = []
+    for events in EVENTS:
+        file = folder / f"{events}.pickle"
+        made = tile_snapshot(SNAPSHOT, file, events)
+        name = f"snapshot {made.bytes / 1e6:.0f} MB, {made.events:,} events"
+        ours = ("-m", "stepscope", "memory", str(file), "--json")
+        races.append(Race(name=name, ours=ours, peer_name="pickle.load", peer=("-c", PICKLE, str(file))))
+    return races
+
+
+def sample_of(command: tuple[str, ...], python: str = sys.executable) -> Sample:
     """One fresh process. Raises StepscopeError where it fails."""
     with tempfile.TemporaryDirectory() as name:
         errors = Path(name, "errors")
         wrapper = [sys.executable, "-I", "-S", str(HERE / "timed_process.py"), "", str(Path(name, "printed"))]
-        done = subprocess.run([*wrapper, str(errors), sys.executable, *command], capture_output=True, check=True)
+        done = subprocess.run([*wrapper, str(errors), python, *command], capture_output=True, check=True)
         told = json.loads(done.stdout)
         if told["exit_code"]:
             raise StepscopeError(f"{' '.join(command)}: {errors.read_text(errors='replace').strip()}")
@@ -93,7 +132,7 @@ def sample_of(command: tuple[str, ...]) -> Sample:
 def row_of(race: Race, repeats: int) -> Row:
     """Both in turn."""
     sys.stderr.write(f"{race.name}\n")
-    pairs = [(sample_of(race.ours), sample_of(race.peer)) for _ in range(repeats)]
+    pairs = [(sample_of(race.ours), sample_of(race.peer, race.python)) for _ in range(repeats)]
     ours, peer = (min(pair[i].cpu_s for pair in pairs) for i in range(2))
     return Row(
         name=race.name,
@@ -108,7 +147,13 @@ def row_of(race: Race, repeats: int) -> Row:
 def measure_all(arguments: argparse.Namespace) -> Report:
     """All races."""
     with tempfile.TemporaryDirectory() as name:
-        races = nsys_races(Path(name), arguments.nsys, parse_bytes(arguments.size))
+        folder = Path(name)
+        kinds = {
+            "nsys": lambda: nsys_races(folder, arguments.nsys, parse_bytes(arguments.size)),
+            "kineto": lambda: kineto_races(folder, Peers(arguments.peers)),
+            "snapshot": lambda: snapshot_races(folder),
+        }
+        races = [race for kind in arguments.only or kinds for race in kinds[kind]()]
         rows = tuple(row_of(race, arguments.repeats) for race in races)
     return Report(
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -156,7 +201,11 @@ def render_markdown(report: Report) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nsys", type=Path, default=NSYS, metavar="CAPTURE", help="an export that is tiled")
-    parser.add_argument("--size", default="199MB", help="bytes of the tiled files")
+    parser.add_argument("--size", default="199MB", help="bytes of the tiled export")
+    parser.add_argument("--only", nargs="+", choices=("nsys", "kineto", "snapshot"), help="only files of these kinds")
+    parser.add_argument(
+        "--peers", type=Path, default=Path(tempfile.gettempdir()) / "stepscope-trace-benchmark" / "peers"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
