@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stepscope.core.answer import decode_answer, encode_answer
+from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.float_formats import FORMATS, float_format
 from stepscope.questions.formats import CASTS, EIGHT_BITS, SATURATING, cast_convention, study_formats
@@ -25,6 +25,10 @@ DTYPES = {
     "fp8-e5m2": torch.float8_e5m2, "fp8-e4m3": torch.float8_e4m3fn,
 }  # fmt: skip
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def sentence(found: Answer, kind: str) -> str:
+    return next(finding.sentence for finding in found.findings if finding.kind == kind)
 
 
 def formats(*arguments: object) -> Done:
@@ -106,6 +110,74 @@ def test_eight_bits_round_as_torch(name: str, value: float):
     assert same(FORMATS[name].round(value, saturates=saturates), theirs)
 
 
+BY_ML_DTYPES = {
+    "fp8-e5m2": "float8_e5m2", "fp8-e4m3": "float8_e4m3fn", "fp8-e5m2fnuz": "float8_e5m2fnuz",
+    "fp8-e4m3fnuz": "float8_e4m3fnuz", "fp6-e3m2": "float6_e3m2fn", "fp6-e2m3": "float6_e2m3fn",
+    "fp4-e2m1": "float4_e2m1fn", "e8m0": "float8_e8m0fnu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*EIGHT_BITS, "e8m0"])
+def test_every_code_is_the_number_that_torch_has_for_it(name: str):
+    dtype = getattr(torch, EIGHT_BITS.get(name, "float8_e8m0fnu"))
+    theirs = torch.arange(256).to(torch.uint8).view(dtype).double().tolist()
+    form = FORMATS[name]
+    assert all(same(form.decode(code), number) for code, number in enumerate(theirs))
+    assert all(form.encode(number) == code for code, number in enumerate(theirs) if not math.isnan(number))
+
+
+def test_codes_by_the_tables_of_the_standards():
+    """OCP MX 1.0, table 5 and section 5.3.4; OFP8 1.0, table 1."""
+    half = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    assert [FORMATS["fp4-e2m1"].decode(code) for code in range(16)] == [*half, *(-number for number in half)]
+    e3m2, e2m3, integers = FORMATS["fp6-e3m2"], FORMATS["fp6-e2m3"], FORMATS["int8-mx"]
+    assert [e3m2.decode(code) for code in (1, 3, 4, 31, 63)] == [0.0625, 0.1875, 0.25, 28, -28]
+    assert [e2m3.decode(code) for code in (1, 7, 8, 31, 33)] == [0.125, 0.875, 1, 7.5, -0.125]
+    assert [integers.decode(code) for code in (1, 64, 127, 128, 255)] == [1 / 64, 1, 127 / 64, -2, -1 / 64]
+    assert integers.encode(-5) == 129, "-2 is left unused"
+    assert [FORMATS["int4"].decode(code) for code in (0, 7, 8, 15)] == [0, 7, -8, -1]
+    assert [FORMATS["fp8-e4m3"].encode(number) for number in (math.nan, 448, -448, 2.0**-9)] == [127, 126, 254, 1]
+    assert [FORMATS["fp8-e5m2"].encode(number) for number in (-math.inf, 57344)] == [252, 123]
+    assert [FORMATS["fp8-e5m2fnuz"].encode(number) for number in (math.nan, -0.0, math.inf)] == [128, 0, 128]
+    assert [FORMATS["e8m0"].encode(number) for number in (1, 2.0**-127, 1e-40, math.inf)] == [127, 0, 0, 255]
+    assert FORMATS["fp4-e2m1"].encode(math.nan) is None and FORMATS["fp4-e2m1"].encode(math.inf) == 7
+
+
+@pytest.mark.parametrize("name", BY_ML_DTYPES)
+def test_codes_and_roundings_are_those_of_ml_dtypes(name: str):
+    """But for two: NaN is zero in its fp4 and fp6, and its e8m0 makes 2^-126 of fp32's numbers next above 2^-127."""
+    ml_dtypes, numpy = pytest.importorskip("ml_dtypes"), pytest.importorskip("numpy")
+    form, dtype = FORMATS[name], getattr(ml_dtypes, BY_ML_DTYPES[name])
+    codes = numpy.arange(2**form.code_bits, dtype=numpy.uint8).view(dtype).astype(numpy.float64).tolist()
+    assert all(same(form.decode(code), number) for code, number in enumerate(codes))
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    with numpy.errstate(all="ignore"):
+        theirs = numbers.numpy().astype(dtype).astype(numpy.float64).tolist()
+    for number, became in zip(numbers.double().tolist(), theirs, strict=True):
+        if math.isnan(number) and form.top == "numbers":
+            assert became == 0
+        elif form.top != "scale" or not 2.0**-127 < number < 1.5 * 2.0**-127:
+            assert same(form.round(number), became)
+
+
+def test_infinity_and_nan_are_answered():
+    found = study_formats(value="inf")
+    rows = {row[0]: (row[1], row[5]) for row in found.table("What becomes of inf").rows}
+    assert rows["fp16"] == (math.inf, "exact")
+    assert rows["fp8-e4m3, saturating"] == (448, "cut off at the largest")
+    assert rows["fp8-e4m3, not saturating"][1] == "becomes NaN" and rows["fp4-e2m1"] == (6, "cut off at the largest")
+    assert sentence(found, "in-a-block") == "inf in a block of normal numbers makes NaN of all others."
+    rows = {row[0]: (row[1], row[5]) for row in study_formats(value="nan").table("What becomes of nan").rows}
+    assert rows["fp4-e2m1"] == (None, "no code for it") and rows["e8m0"][1] == "exact"
+
+
+def test_an_outlier_takes_a_block_of_few_bits():
+    """Beside 100 in mxfp4 the scale is 2^(6 - 2), half of its least number 4: of 32 normal numbers none is above it."""
+    rows = {row[0]: row for row in study_formats().table("A block of normal numbers with 100 in it").rows}
+    assert rows["mxfp4"][1:3] == (96, 100.0) and rows["mxfp8"][2] == 0
+    assert float(str(rows["mxfp8"][4])) < 5 and rows["mxfp4"][4] == 100.0
+
+
 def test_the_two_conventions_beyond_the_largest():
     """OFP8 1.0: infinity, or NaN where there is none; or the largest number, for infinity too."""
     e4m3, e5m2 = FORMATS["fp8-e4m3"], FORMATS["fp8-e5m2"]
@@ -118,7 +190,7 @@ def test_the_two_conventions_beyond_the_largest():
 
 def test_the_study_names_both_conventions_and_the_one_that_this_torch_uses():
     found = study_formats(value="500")
-    becomes = {row[0]: (row[1], row[5]) for row in found.tables[1].rows}
+    becomes = {row[0]: (row[1], row[5]) for row in found.table("What becomes of 500").rows}
     assert becomes["fp8-e4m3, not saturating"][1] == "overflows"
     assert becomes["fp8-e4m3, saturating"] == (448, "cut off at the largest")
     assert becomes["fp8-e5m2"] == (512, "rounded"), "where the conventions agree, one row"
@@ -127,7 +199,7 @@ def test_the_study_names_both_conventions_and_the_one_that_this_torch_uses():
     assert rows["fp8-e4m3"][0] == ("not saturating" if math.isnan(theirs) else "saturating")
     made = rows["fp8-e4m3"][1]
     assert isinstance(made, float) and same(made, theirs) and rows["fp8-e5m2"][1] == 512
-    said = next(finding.sentence for finding in found.findings if finding.kind == "cast-convention")
+    said = sentence(found, "cast-convention")
     assert f"PyTorch {torch.__version__} to fp8-e5m2" in said
     assert ("to fp8-e4m3 does not saturate (beyond 448, nan)" in said) == math.isnan(theirs)
     assert ("to fp8-e4m3 saturates (beyond 448, 448)" in said) == (theirs == 448)
@@ -138,18 +210,24 @@ def test_the_study_names_both_conventions_and_the_one_that_this_torch_uses():
 def test_rounding_is_to_the_nearest_and_keeps_what_the_format_holds(name: str, value: float):
     form = FORMATS[name]
     rounded = form.round(value)
-    if math.isfinite(rounded):
+    if (
+        math.isfinite(rounded)
+        and not form.smallest_subnormal <= abs(value) <= form.largest
+        and form.top != "infinities"
+    ):
+        assert abs(rounded) in (0, form.smallest_subnormal, form.largest), "cut off, or next to zero"
+    elif math.isfinite(rounded):
         assert abs(rounded - value) <= form.spacing(value) / 2
         assert form.round(rounded) == rounded
     else:
-        assert abs(value) > form.largest
+        assert abs(value) > form.largest or (form.top == "scale" and value <= 0)
 
 
 @pytest.mark.parametrize("name", list(FORMATS))
 def test_every_integer_up_to_the_largest_and_not_the_next(name: str):
     form = FORMATS[name]
     last = form.largest_integer
-    for whole in (1, 3, last // 2 + 1, last - 1, last):
+    for whole in (1, min(3, last), last // 2 + 1, last - 1 or 1, last):
         assert form.round(float(whole)) == whole
     # 2^53 + 1 is no float at all: Python holds no such number to ask about.
     assert name == "fp64" or form.round(float(last + 1)) != last + 1
@@ -168,22 +246,31 @@ def test_by_hand():
 def test_what_becomes_of_a_small_number():
     """1e-7 is between zero and fp16's first two numbers, 2^-24 and 2^-23."""
     found = study_formats(value="1e-7")
-    rows = {row[0]: dict(zip(found.tables[1].columns, row, strict=True)) for row in found.tables[1].rows}
+    table = found.table("What becomes of 1e-7")
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
     assert rows["fp16"]["becomes"] == 2.0**-23 and rows["fp16"]["what happened"] == "subnormal: fewer digits"
     assert rows["bf16"]["becomes"] == torch.tensor(1e-7).bfloat16().item()
     assert rows["fp64"]["what happened"] == "rounded"
     assert rows["fp8-e4m3"]["becomes"] == 0 and rows["fp8-e4m3"]["what happened"] == "vanishes"
-    assert found.findings[-1].sentence == "1e-7 vanishes in fp8-e5m2, fp8-e4m3, is exact in none."
+    assert rows["e8m0"]["becomes"] == 2.0**-23
+    assert sentence(found, "value") == (
+        "1e-7 vanishes in fp8-e5m2, fp8-e4m3, fp8-e5m2fnuz, fp8-e4m3fnuz, fp6-e3m2, fp6-e2m3, fp4-e2m1, int8-mx, int4; "
+        "is exact in none."
+    )
 
 
 def test_a_tenth_is_exact_in_no_format_and_a_half_in_all():
     """fp64 has 0.1 as 3602879701896397 / 2^55."""
-    fp64 = study_formats(value="0.1").tables[1].rows[0]
+    tenth = study_formats(value="0.1")
+    fp64 = tenth.table("What becomes of 0.1").rows[0]
     assert fp64[1] == 0.1 and fp64[5] == "rounded"
     assert fp64[2] == float(Fraction(3602879701896397, 2**55) - Fraction(1, 10))
-    assert study_formats(value="0.1").findings[-1].sentence == "0.1 is exact in none."
-    assert {row[5] for row in study_formats(value="-0.5").tables[1].rows} == {"exact"}
-    assert {row[5] for row in study_formats(value="-0.0").tables[1].rows} == {"exact"}
+    assert sentence(tenth, "value").endswith("is exact in none.")
+    half = {row[0]: row[5] for row in study_formats(value="0.5").table("What becomes of 0.5").rows}
+    assert {name for name, happened in half.items() if happened != "exact"} == {"int4"}, "a tie, to zero"
+    for negative in ("-0.5", "-0.0"):
+        rows = study_formats(value=negative).table(f"What becomes of {negative}").rows
+        assert {row[0]: row[5] for row in rows}["e8m0"] == "no code for it"
 
 
 def test_json_is_one_document_without_nan_and_reads_back():
@@ -194,7 +281,8 @@ def test_json_is_one_document_without_nan_and_reads_back():
 
     found = study_formats(value="1e6")
     text = encode_answer(found)
-    rows = {row[0]: row for row in json.loads(text, parse_constant=refuse)["tables"][1]["rows"]}
+    tables = json.loads(text, parse_constant=refuse)["tables"]
+    rows = {row[0]: row for row in next(each for each in tables if each["title"].startswith("What becomes"))["rows"]}
     assert rows["fp16"][1] == "inf" and rows["fp8-e4m3, not saturating"][1] == "nan"
     assert encode_answer(decode_answer(text.encode(), "here")) == text
 

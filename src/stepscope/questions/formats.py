@@ -1,10 +1,14 @@
-"""Every floating format from its bits, and what each makes of a number (`core/precisions.py` has the arithmetic).
+"""Every number format from its bits, and what each makes of a number (`core/float_formats.py` has the arithmetic).
 
 Beyond the largest number of the formats of 8 bits there are two conventions. Both are shown, and PyTorch is asked which
 one its casts use: versions differ (on a CPU, PyTorch 2.11 makes 500 NaN in e4m3, PyTorch 2.13 makes it 448).
+
+Formats of blocks are tried on numbers of the standard normal distribution: its quantiles make one block, in which one
+number is then another; and many blocks at random tell what each rule for the scale costs.
 """
 
 import math
+import statistics
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -12,15 +16,21 @@ from typing import TYPE_CHECKING, Annotated
 
 from stepscope.core.answer import Answer, Cell, Finding, Table, note
 from stepscope.core.errors import InputError
-from stepscope.core.float_formats import FORMATS, FloatFormat
+from stepscope.core.figures import digits
+from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS, BlockFormat, FloatFormat
 from stepscope.core.options import DEVICES, MEASURING, NUMBERS, Option
 from stepscope.questions.question import Question
 
 if TYPE_CHECKING:
     import torch
 
-EIGHT_BITS = {"fp8-e5m2": "float8_e5m2", "fp8-e4m3": "float8_e4m3fn"}
+EIGHT_BITS = {
+    "fp8-e5m2": "float8_e5m2", "fp8-e4m3": "float8_e4m3fn",
+    "fp8-e5m2fnuz": "float8_e5m2fnuz", "fp8-e4m3fnuz": "float8_e4m3fnuz",
+}  # fmt: skip
 """The dtypes of PyTorch with 8 bits, by the format."""
+OUTLIER = "100"
+"""The number in a block of normal ones where none is asked about."""
 SATURATING, NOT_SATURATING, NEITHER = "saturating", "not saturating", "neither"
 CASTS = "PyTorch's casts to 8 bits"
 
@@ -38,6 +48,36 @@ _PROPERTIES: dict[str, Callable[[FloatFormat], Cell]] = {
     "exp overflows above": lambda f: round(f.exp_overflows_above, 4),
 }
 
+
+def _shape(form: BlockFormat, *, weight: bool) -> str:
+    rows = form.rows if weight or form.square else 1
+    return "tensor" if not rows else "row" if not form.size else f"{rows} x {form.size}"
+
+
+def _reach(number: FloatFormat) -> float:
+    return math.log2(number.largest) - math.log2(number.smallest_subnormal)
+
+
+def _scale_of(form: BlockFormat) -> str:
+    element = FORMATS[form.element]
+    if form.powers_of_two:
+        return f"2**(floor(log2(max)) - {element.largest_exponent})"
+    share = f"max / {element.largest:g}"
+    return f"{share} / the tensor's, which is max / {element.largest * 448:g}" if form.tensor_scale else share
+
+
+_BLOCKS: dict[str, Callable[[BlockFormat], Cell]] = {
+    "format": lambda b: b.name,
+    "elements": lambda b: b.element,
+    "scale": lambda b: b.scale + (", and fp32 for the tensor" if b.tensor_scale else ""),
+    "block": lambda b: _shape(b, weight=False),
+    "block of a weight": lambda b: _shape(b, weight=True),
+    "bits each": lambda b: b.bits,
+    "range in a block, 2**": lambda b: round(_reach(FORMATS[b.element]), 2),
+    "range over blocks, 2**": lambda b: round(_reach(FORMATS[b.element]) + _reach(FORMATS[b.scale]), 2),
+    "scale of a block": _scale_of,
+}
+
 _LONGEST = 1_000
 """The most characters that a number may have; Python reads whole numbers of up to 4,300 figures."""
 
@@ -50,13 +90,18 @@ Device = Annotated[
 
 
 def study_formats(*, value: Value = None, device: Device = "cpu") -> Answer:
-    """Range, precision and largest integer of every floating format, from its bits."""
+    """Range, precision and codes of every number format, from its bits; and what formats of blocks make of a block."""
     from stepscope.questions.answers import computed_answer, processor_name, table_by
     from stepscope.recording.environment import resolve_device
 
     chosen, number = resolve_device(device), None
     conventions = {name: cast_convention(name, chosen) for name in EIGHT_BITS}
-    tables = [table_by("Formats", FORMATS.values(), _PROPERTIES)]
+    tables = [
+        table_by("Formats", FORMATS.values(), _PROPERTIES),
+        _codes(),
+        table_by("Blocks", BLOCK_FORMATS.values(), _BLOCKS),
+        _rules(),
+    ]
     bf16, fp16 = FORMATS["bf16"], FORMATS["fp16"]
     findings = [
         note(
@@ -85,6 +130,9 @@ def study_formats(*, value: Value = None, device: Device = "cpu") -> Answer:
             )
         )
         findings += _lost(value, number, exact)
+    in_block, found = _in_a_block(value or OUTLIER, float(OUTLIER) if number is None else number)
+    tables.append(in_block)
+    findings.append(found)
     casts: dict[str, Callable[[str], Cell]] = {"format": str, "beyond the largest": conventions.__getitem__}
     if number is not None:  # as fp32 has it, which training casts from
         in_fp32 = FORMATS["fp32"].round(number)
@@ -101,8 +149,71 @@ def study_formats(*, value: Value = None, device: Device = "cpu") -> Answer:
     )
 
 
-def _number(value: str) -> tuple[float, Fraction]:
-    """The number in fp64, and exactly as it is written: no binary format holds 0.1 exactly."""
+def _codes() -> Table:
+    """What the codes of formats of 8 bits and fewer mean, each decoded."""
+    rows: list[tuple[Cell, ...]] = []
+    for f in FORMATS.values():
+        if f.code_bits <= 8:
+            numbers = [f.decode(code) for code in range(2**f.code_bits)]
+            known = [number for number in numbers if math.isfinite(number)]
+            count = (len(numbers), len(set(known)), known.count(0.0), sum(map(math.isinf, numbers)))
+            rows.append((f.name, *count, sum(map(math.isnan, numbers)), min(known), max(known)))
+    columns = ("format", "codes", "numbers", "zeros", "infinities", "NaN", "least", "largest")
+    return Table(title="Codes of 8 bits and fewer", columns=columns, rows=tuple(rows))
+
+
+def _rules() -> Table:
+    """The error of normal numbers in formats whose scales are powers of two, by the rule that chooses them."""
+    import torch
+
+    from stepscope.training.scaled_products import SCALE_RULES, round_blocks
+
+    values = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    rows = [
+        (form.name, *(digits(_error(values, round_blocks(values, form, rule=rule))) for rule in SCALE_RULES))
+        for form in BLOCK_FORMATS.values()
+        if form.powers_of_two
+    ]
+    title = "Error of normal numbers by the rule for the scale, %"
+    return Table(title=title, columns=("format", *SCALE_RULES), rows=tuple(rows))
+
+
+def _error(values: "torch.Tensor", rounded: "torch.Tensor") -> float:
+    return float(100 * (rounded.double() - values).norm() / values.double().norm())
+
+
+def _in_a_block(value: str, number: float) -> tuple[Table, Finding]:
+    """What a number becomes in a block of normal ones, and what it does to them."""
+    import torch
+
+    from stepscope.training.scaled_products import round_blocks
+
+    rows: list[tuple[Cell, ...]] = []
+    for form in BLOCK_FORMATS.values():
+        count = form.size or 128
+        normal = [statistics.NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
+        plain = torch.tensor([normal])
+        beside = torch.tensor([[number, *normal[1:]]])
+        rounded = round_blocks(beside, form)
+        others, kept = beside[:, 1:], rounded[:, 1:]
+        without = round_blocks(plain, form)[:, 1:]
+        lost = (digits(float(100 * ((part == 0) & (others != 0)).double().mean())) for part in (kept, without))
+        errors = (digits(_error(others, part)) if part.isfinite().all() else math.nan for part in (kept, without))
+        rows.append((form.name, float(rounded[0, 0]), *lost, *errors))
+    columns = (
+        "format", "becomes", "others that vanish, %", "without it, %", "error of the others, %", "error without it, %",
+    )  # fmt: skip
+    named = {str(row[0]): row[2] for row in rows if row[0] in ("mxfp8", "mxfp4", "nvfp4")}
+    does = f"lets {', '.join(f'{lost} % in {name}' for name, lost in named.items())} of the others vanish"
+    if not math.isfinite(number):
+        does = "makes NaN of all others"
+    found = note("in-a-block", f"{value.strip()} in a block of normal numbers {does}.", dict(named))
+    return Table(title=f"A block of normal numbers with {value} in it", columns=columns, rows=tuple(rows)), found
+
+
+def _number(value: str) -> tuple[float, Fraction | None]:
+    """The number in fp64, and exactly as it is written: no binary format holds 0.1 exactly. Infinities and NaN are
+    numbers of no size."""
     if len(value) > _LONGEST:
         raise InputError(f"--value has {len(value):,} characters: write at most {_LONGEST:,}, as in 1e-7")
     try:
@@ -111,7 +222,7 @@ def _number(value: str) -> tuple[float, Fraction]:
         raise InputError(f"--value {value!r} is no number: write one as in 1e-7") from None
     figures = [character for character in value.casefold().partition("e")[0] if character.isdigit()]
     if not math.isfinite(number) and not figures:
-        raise InputError(f"--value {value!r} is not finite: every format with infinities keeps it as it is")
+        return number, None
     fp64 = FORMATS["fp64"]
     if not math.isfinite(number):
         raise InputError(
@@ -125,10 +236,10 @@ def _number(value: str) -> tuple[float, Fraction]:
     return number, Fraction(value.strip()) if number else Fraction(0)
 
 
-def _becomes(f: FloatFormat, number: float, exact: Fraction) -> list[tuple[Cell, ...]]:
+def _becomes(f: FloatFormat, number: float, exact: Fraction | None) -> list[tuple[Cell, ...]]:
     """The row of a format, or its two rows where the conventions of formats of 8 bits differ."""
     rounded, cut = f.round(number), f.round(number, saturates=True)
-    if f.stored_bits > 8 or rounded == cut:
+    if f.stored_bits > 8 or _same(rounded, cut):
         return [_row_of(f, f.name, number, exact, rounded)]
     return [
         _row_of(f, f"{f.name}, {NOT_SATURATING}", number, exact, rounded),
@@ -136,7 +247,14 @@ def _becomes(f: FloatFormat, number: float, exact: Fraction) -> list[tuple[Cell,
     ]
 
 
-def _row_of(f: FloatFormat, label: str, number: float, exact: Fraction, rounded: float) -> tuple[Cell, ...]:
+def _same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def _row_of(f: FloatFormat, label: str, number: float, exact: Fraction | None, rounded: float) -> tuple[Cell, ...]:
+    happened = _what_happened(f, number, exact, rounded)
+    if exact is None or happened == _NOTHING:
+        return label, None if happened == _NOTHING else rounded, None, None, None, happened
     error = Fraction(rounded) - exact if math.isfinite(rounded) else None
     shown: Cell = None if error is None else float(error)
     if error and shown == 0:  # fp64 itself has no number that small
@@ -147,19 +265,25 @@ def _row_of(f: FloatFormat, label: str, number: float, exact: Fraction, rounded:
         shown,
         float(abs(error / exact)) if error is not None and exact else None,
         f.spacing(number),
-        _what_happened(f, exact, rounded),
+        happened,
     )
 
 
-def _what_happened(f: FloatFormat, exact: Fraction, rounded: float) -> str:
-    if not math.isfinite(rounded):
-        return "overflows"
-    if rounded == exact:
+_NOTHING = "no code for it"
+
+
+def _what_happened(f: FloatFormat, number: float, exact: Fraction | None, rounded: float) -> str:
+    never_nan = f.top in ("numbers", "two's complement")
+    if (f.top == "scale" and number <= 0) or (math.isnan(number) and never_nan):
+        return _NOTHING
+    if _same(rounded, number) if exact is None else rounded == exact:
         return "exact"
+    if not math.isfinite(rounded):
+        return "overflows" if exact is not None else "becomes NaN"
+    if abs(number) > f.largest and abs(rounded) == f.largest:
+        return "cut off at the largest"
     if rounded == 0:
         return "vanishes"
-    if not math.isfinite(f.round(float(exact))):
-        return "cut off at the largest"
     return "subnormal: fewer digits" if abs(rounded) < f.smallest_normal else "rounded"
 
 
@@ -204,21 +328,27 @@ def _which_convention(conventions: dict[str, str], device: "torch.device") -> Fi
     )
 
 
-def _lost(value: str, number: float, exact: Fraction) -> list[Finding]:
-    vanished = [f.name for f in FORMATS.values() if number and f.round(number) == 0]
-    overflowed = [
-        f.name if f.stored_bits > 8 else f"{f.name} (unless the cast saturates: {f.round(number, saturates=True):g})"
-        for f in FORMATS.values()
-        if not math.isfinite(f.round(number))
-    ]
-    kept = [f.name for f in FORMATS.values() if f.round(number) == exact]
-    clauses = []
-    if vanished:
-        clauses.append(f"vanishes in {', '.join(vanished)}")
-    if overflowed:
-        clauses.append(f"overflows in {', '.join(overflowed)}")
-    clauses.append(f"is exact in {', '.join(kept)}" if kept else "is exact in none")
-    return [note("value", f"{value.strip()} {', '.join(clauses)}.", {"value": number})]
+_LOST = {
+    _NOTHING: "has no code in", "vanishes": "vanishes in", "overflows": "overflows in", "becomes NaN": "becomes NaN in",
+    "cut off at the largest": "is cut off in",
+}  # fmt: skip
+
+
+def _lost(value: str, number: float, exact: Fraction | None) -> list[Finding]:
+    """The sentence of a number: where it is lost, and where it is exact."""
+    places: dict[str, list[str]] = {}
+    for f in FORMATS.values():
+        rounded, cut = f.round(number), f.round(number, saturates=True)
+        happened = _what_happened(f, number, exact, rounded)
+        name = f.name
+        if happened in ("overflows", "becomes NaN") and f.stored_bits <= 8 and f.top != "scale":
+            name += f" (unless the cast saturates: {cut:g})"
+        if happened == "cut off at the largest":
+            name += f" ({rounded:g})"
+        places.setdefault(happened, []).append(name)
+    clauses = [f"{words} {', '.join(places[happened])}" for happened, words in _LOST.items() if happened in places]
+    clauses.append(f"is exact in {', '.join(places['exact'])}" if "exact" in places else "is exact in none")
+    return [note("value", f"{value.strip()} {'; '.join(clauses)}.", {"value": number})]
 
 
 QUESTION = Question(

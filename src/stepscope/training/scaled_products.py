@@ -16,18 +16,25 @@ backward are operands in 16 bits, and scales: an operand of 8 bits would be kept
 query, key and value share one of 16.
 
 Weights stay bf16 (training/optimizer.py). Embeddings, the head, norms and attention are not touched.
+
+Below stand the formats of blocks (core/float_formats.py), simulated: operands are rounded to numbers of the format,
+which fp32 holds, and multiplied in fp32. Products of MX and NVFP4 themselves need a GPU of NVIDIA's Blackwell.
 """
 
+import functools
 import importlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepscope.core.attention_support import triton_fault
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import FORMATS, BlockFormat, FloatFormat
 from stepscope.core.precisions import check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.recording.precision import scaled_mm
 
@@ -177,3 +184,123 @@ def _scaled(tensor: Tensor, dtype: torch.dtype, over: int | None) -> tuple[Tenso
     scale = (largest.float() * (1 / end)).clamp(min=_SMALLEST)
     # One copy in fp32, divided in place: rounded, the largest may be just above the end, which casts to no number.
     return tensor.to(torch.float32, copy=True).div_(scale).clamp_(-end, end).to(dtype), scale
+
+
+# Tensors rounded to numbers of few bits in blocks.
+
+
+ScaleRule = Literal["floor", "even", "up", "square"]
+"""How a power of two is chosen for a block. floor: the exponent of the largest magnitude less that of the largest
+number, which cuts off what is then beyond it (MX 1.0, section 6.3); even: so, of the largest magnitude rounded to the
+bits of an element; up: the least that cuts off nothing; square: of floor's and its two neighbours, that of the least
+squared error."""
+
+SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "even", "up", "square")
+
+_EXPONENT, _FIRST_EXPONENT = 0x7F800000, 127
+"""The bits of fp32's exponent, and its bias."""
+_AT_ONCE = 1 << 17
+"""Elements that are rounded together on a CPU, whose caches they fit."""
+
+
+def round_to(values: Tensor, number: FloatFormat, *, stochastic: bool = False) -> Tensor:
+    """fp32 values at numbers of a format of 8 bits or fewer: the nearest, ties to even, or by chance one of the two
+    beside; beyond the largest, the largest. NaN stays. Zeros keep their sign."""
+    values = values.clamp(-number.largest, number.largest)
+    # A power of two in whose binade the last place of fp32 is the spacing of the format at this value.
+    shift, least = 23 - number.significand_bits, number.smallest_exponent + _FIRST_EXPONENT
+    anchors = (values.view(torch.int32) & _EXPONENT).clamp_(min=least << 23).add_(shift << 23).view(torch.float32)
+    if stochastic:
+        spacing = anchors.mul_(2.0**-23)
+        steps = torch.rand_like(values).add_(values.abs().div_(spacing)).floor_()
+        return steps.mul_(spacing).copysign_(values)
+    return values.abs().add_(anchors).sub_(anchors).copysign_(values)
+
+
+def round_blocks(
+    values: Tensor, form: BlockFormat, *, weight: bool = False, rule: ScaleRule = "floor", stochastic: bool = False
+) -> Tensor:
+    """Values (..., K) as the numbers that they become in blocks along K: fp32, of their shape.
+
+    weight: whether they are a weight, whose blocks may have several rows. rule: of a scale that is a power of two. A
+    last block may be shorter. Zeros stay zeros. A block with NaN or an infinity becomes NaN, and so does the tensor
+    where it has a scale, too: the standards leave both open.
+    """
+    if values.numel() == 0:
+        return values.float()
+    tiles, undo = _tiles(values, form, weight)
+    element = FORMATS[form.element]
+    of_tensor = None
+    if form.tensor_scale:
+        end = FORMATS[form.scale].largest * element.largest
+        of_tensor = (tiles.abs().amax() / end).clamp(min=_SMALLEST)
+    work = functools.partial(
+        _round_tiles, form=form, element=element, of_tensor=of_tensor, rule=rule, stochastic=stochastic
+    )
+    each = tiles[0].numel()
+    if tiles.device.type != "cpu" or tiles.numel() <= _AT_ONCE or torch.compiler.is_compiling():
+        return undo(work(tiles))
+    rounded = torch.empty_like(tiles)
+    for start in range(0, len(tiles), max(1, _AT_ONCE // each)):
+        part = slice(start, start + max(1, _AT_ONCE // each))
+        rounded[part] = work(tiles[part])
+    return undo(rounded)
+
+
+def _tiles(values: Tensor, form: BlockFormat, weight: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """The values in fp32 as (tiles of rows, rows, tiles, elements), filled up with zeros; and the way back."""
+    matrix = values.float().reshape(-1, values.shape[-1])
+    rows, columns = matrix.shape
+    high = (form.rows or rows) if weight or form.square else 1
+    wide = form.size or columns
+    matrix = F.pad(matrix, (0, -columns % wide, 0, -rows % high)) if columns % wide or rows % high else matrix
+    tiles = matrix.view(matrix.shape[0] // high, high, -1, wide)
+
+    def undo(rounded: Tensor) -> Tensor:
+        return rounded.view(matrix.shape)[:rows, :columns].reshape(values.shape)
+
+    return tiles, undo
+
+
+def _round_tiles(
+    tiles: Tensor, *, form: BlockFormat, element: FloatFormat, of_tensor: Tensor | None, rule: ScaleRule,
+    stochastic: bool,
+) -> Tensor:  # fmt: skip
+    largest = tiles.abs().amax((1, 3), keepdim=True)
+    if form.powers_of_two:
+        return _by_powers(tiles, largest, element, rule, stochastic)
+    if of_tensor is None:
+        scale = (largest * (1 / element.largest)).clamp(min=_SMALLEST)
+        return round_to(tiles / scale, element, stochastic=stochastic).mul_(scale)
+    scale = round_to(largest / element.largest / of_tensor, FORMATS[form.scale]) * of_tensor
+    # A scale may round to zero; what it scales then becomes zero, too.
+    return round_to(tiles / torch.where(scale == 0, math.inf, scale), element, stochastic=stochastic).mul_(scale)
+
+
+def _by_powers(tiles: Tensor, largest: Tensor, element: FloatFormat, rule: ScaleRule, stochastic: bool) -> Tensor:
+    bits = largest.view(torch.int32)
+    if rule == "even":
+        bits = bits + (1 << (22 - element.significand_bits))
+    power = (bits >> 23) - _FIRST_EXPONENT - element.largest_exponent
+    if rule == "up":
+        power = power + (largest > element.largest * _power_of_two(power))
+    # What is not finite has no power of two, and a scale of NaN.
+    finite = largest.isfinite()
+
+    def rounded(power: Tensor) -> Tensor:
+        scale = torch.where(finite, _power_of_two(power), math.nan)
+        return round_to(tiles * _power_of_two(-power), element, stochastic=stochastic).mul_(scale)
+
+    if rule != "square":
+        return rounded(power)
+    choices = torch.stack([rounded(power + move) for move in (-1, 0, 1)])
+    errors = (choices - tiles).square().sum((2, 4), keepdim=True)
+    best = errors.argmin(0, keepdim=True).expand(1, *tiles.shape)
+    return choices.gather(0, best).squeeze(0)
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2^exponent in fp32, of integers that are brought to -127 ... 127, as e8m0 has them."""
+    exponent = exponent.clamp(-_FIRST_EXPONENT, _FIRST_EXPONENT)
+    # 2^-127 is subnormal in fp32: half of its smallest normal number.
+    return ((exponent + _FIRST_EXPONENT) << 23).clamp_(min=1 << 22).view(torch.float32)
