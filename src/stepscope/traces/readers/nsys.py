@@ -4,11 +4,14 @@ Which tables and columns exist differs between versions of nsys, so they are pro
 globalTid without the lowest 24 bits; names are ids into StringIds.
 """
 
+import contextlib
+import copy
 import gzip
 import itertools
 import os
 import shutil
 import tempfile
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -104,6 +107,7 @@ class SqliteTables:
         self._uri = f"file:{quote(os.fsencode(path.resolve()))}?mode=ro&immutable=1"
         # Its types say nothing of options and parameters.
         self._connect: Callable[[str], Any] = adbc_driver_sqlite.dbapi.connect  # pyright: ignore[reportUnknownMemberType]
+        self._of_thread = threading.local()
         described = self._query(
             "SELECT CAST(m.name AS BLOB) AS t, CAST(c.name AS BLOB) AS c"
             " FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND m.name NOT LIKE 'ENUM%'"
@@ -135,35 +139,48 @@ class SqliteTables:
 
     def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
         """Numbers with NO_NUMBER for null; texts as bytes, empty for null, since the export promises no encoding."""
-        bounds = self._query(f'SELECT ifnull(min(rowid), 0) AS low, ifnull(max(rowid), -1) AS high FROM "{table}"')
+        # Each extreme alone is one step to an end of the table; both in one query are a walk through all of it.
+        extremes = f'(SELECT min(rowid) FROM "{table}") AS low, (SELECT max(rowid) FROM "{table}") AS high'
+        bounds = self._query(f"SELECT ifnull(low, 0) AS low, ifnull(high, -1) AS high FROM (SELECT {extremes})")
         low, high = int(bounds.item(0, "low")), int(bounds.item(0, "high"))
         # Rows are numbered without gaps; a table where they are not is read at once, or most batches could be empty.
         step = _BATCH_ROWS if high - low <= self._bytes // _LEAST_ROW_BYTES else high - low + 1
-        wanted = [f'CAST(ifnull("{name}", {NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
-        wanted += [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
-        columns = ", ".join(wanted)
-        queries = (
-            f'SELECT {columns} FROM "{table}" WHERE rowid BETWEEN {first} AND {min(first + step - 1, high)}'
-            for first in range(low, high + 1, step)
-        )
+        stretches = ((first, min(first + step - 1, high)) for first in range(low, high + 1, step))
+
+        def rows(stretch: tuple[int, int]) -> pl.DataFrame:
+            return self._rows(f'FROM "{table}" WHERE rowid BETWEEN {stretch[0]} AND {stretch[1]}', numbers, texts)
+
         # SQLite works without Python's lock: while one batch is looked at, the next ones are read.
         with ThreadPoolExecutor(_READERS) as readers:
-            ahead = deque(readers.submit(self._query, query) for query in itertools.islice(queries, _READERS))
+            ahead = deque(readers.submit(rows, stretch) for stretch in itertools.islice(stretches, _READERS))
             while ahead:
                 frame = ahead.popleft().result()
-                ahead.extend(readers.submit(self._query, query) for query in itertools.islice(queries, 1))
+                ahead.extend(readers.submit(rows, stretch) for stretch in itertools.islice(stretches, 1))
                 if frame.height:
                     yield frame
 
+    def _rows(self, where: str, numbers: list[str], texts: list[str]) -> pl.DataFrame:
+        """The rows of one batch. What is a number in every row is taken as it stands: a cast of each takes longer."""
+        plain = [f'"{name}" AS "{name}"' for name in numbers]
+        bytes_of = [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
+        frame = None
+        with contextlib.suppress(InputError):  # a column of several types is one to ADBC, too, unless each is cast
+            frame = self._query(f"SELECT {', '.join([*plain, *bytes_of])} {where}")
+        if frame is None or any(frame[name].dtype != pl.Int64 for name in numbers):
+            cast_to = [f'CAST(ifnull("{name}", {NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
+            frame = self._query(f"SELECT {', '.join([*cast_to, *bytes_of])} {where}")
+        absent = [name for name in numbers if frame[name].null_count()]
+        return frame.with_columns(pl.col(absent).fill_null(NO_NUMBER)) if absent else frame
+
     def _query(self, query: str) -> pl.DataFrame:
+        """The answer, in one chunk. Each thread keeps a connection: opening one reads the schema."""
         try:
-            with self._connect(self._uri) as connection, connection.cursor() as cursor:
-                cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(max(1, _BATCH_ROWS // 8))})
+            if not hasattr(self._of_thread, "connection"):
+                self._of_thread.connection = self._connect(self._uri)
+            with self._of_thread.connection.cursor() as cursor:
+                cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(_BATCH_ROWS)})
                 cursor.execute(query)
-                frame = pl.DataFrame(cursor.fetch_arrow())
-                # As Arrow hands it over, one column that is kept keeps all columns of its batch alive. Rechunking
-                # copies, since there are several batches: a capture of 1 GB takes a third less memory.
-                return frame.rechunk()
+                return pl.DataFrame(cursor.fetch_arrow())
         except (self._errors, pl.exceptions.PolarsError) as error:  # it reads on while polars takes the rows
             reason = one_line(error)
             raise InputError(f"{self.path}: cannot be read as an SQLite database: {reason}: export it again") from None
@@ -481,7 +498,9 @@ class _Reader:
         if self._has("StringIds", "id", "value"):
             frame = self._whole("StringIds", ["id"], ["value"]).unique("id", keep="first")
             strings = frame.with_columns(_decoded(frame["value"]))
-        self._strings = strings.sort("id").with_columns(pl.col("value").cast(pl.Categorical()))
+        value = pl.col("value").cast(pl.Categorical())
+        said = pl.when(pl.col("value") != "").then(value).alias("said")
+        self._strings = strings.sort("id").with_columns(value, said)
 
     def table(self) -> TraceTable:
         path = self._tables.path
@@ -536,26 +555,21 @@ class _Reader:
 
     def _timed(self, table: str, numbers: list[str], texts: list[str], what: str) -> Iterator[pl.DataFrame]:
         """Batches of the rows that have a time. Rows that have none, or end before they begin, are counted."""
-        may_be_open = what == RANGES
-        needed = ("start",) if may_be_open else ("start", "end")
-        backwards = pl.col("end") < pl.col("start")
-        extremes = [
-            bound for column in needed for bound in (pl.col(column).min(), pl.col(column).max().name.suffix(">"))
-        ]
+        needed = ("start",) if what == RANGES else ("start", "end")
         for frame in self._tables.batches(table, numbers, texts):
             if not frame.height:  # of a parquet file
                 continue
             timed = frame
-            *bounds, is_backwards = frame.select(*extremes, backwards.any().alias("backwards")).row(0)
-            if min(bounds) <= -LARGEST_NS or max(bounds) >= LARGEST_NS:
+            bounds = [_bounds(frame[column]) for column in needed]
+            if min(low for low, _ in bounds) <= -LARGEST_NS or max(high for _, high in bounds) >= LARGEST_NS:
                 timed = frame.filter(*(pl.col(column) != NO_NUMBER for column in needed))
                 add_count(self._other, _UNTIMED, frame.height - timed.height)
                 on_a_clock = [pl.col(column).is_between(-LARGEST_NS, LARGEST_NS, closed="none") for column in needed]
                 recorded, timed = timed.height, timed.filter(*on_a_clock)
                 add_count(self._damage.untimed, what, recorded - timed.height)
-            if is_backwards:
-                counted = backwards & (pl.col("end") != NO_NUMBER)
-                if may_be_open:  # a mark has no end
+            if (frame["end"] < frame["start"]).any():
+                counted = (pl.col("end") < pl.col("start")) & (pl.col("end") != NO_NUMBER)
+                if what == RANGES:  # a mark has no end
                     counted &= pl.col("eventType").is_in([*_PUSH_POP, *_START_END])
                 add_count(self._damage.backwards, what, int(timed.select(counted.sum()).item()))
             if timed.height:
@@ -588,8 +602,8 @@ class _Reader:
         text = pl.coalesce(pl.format("string {}", number), pl.lit("")).cast(pl.Categorical())
         return pl.select(pl.coalesce(found, text).alias("name")).to_series()
 
-    def _of_ids(self, ids: pl.Series) -> pl.Series:
-        """The string of each id, or null."""
+    def _of_ids(self, ids: pl.Series, strings: str = "value") -> pl.Series:
+        """The string of each id, or null; of `said`, null for an empty one, too."""
         known = self._strings["id"]
         if not len(known) or not len(ids):
             return pl.Series("name", [None], dtype=pl.Categorical()).new_from_index(0, len(ids))
@@ -602,7 +616,7 @@ class _Reader:
         else:
             at = known.search_sorted(ids, side="left").clip(upper_bound=len(known) - 1)
             at = at.set(known.gather(at) != ids, None)
-        return self._strings["value"].gather(at.cast(pl.UInt32))
+        return self._strings[strings].gather(at.cast(pl.UInt32)).alias("value")
 
     def _calls(self) -> pl.DataFrame:
         table, numbers = "CUPTI_ACTIVITY_KIND_RUNTIME", ["start", "end", "globalTid", "correlationId"]
@@ -623,50 +637,73 @@ class _Reader:
             )
             for frame in self._timed(table, numbers, texts, CALLS)
         ]
-        return _without_repetition(pl.concat([empty(CALL_SCHEMA), *parts]))
+        return _without_repetition(pl.concat([empty(CALL_SCHEMA), *parts], rechunk=True))
 
     def _work(self) -> pl.DataFrame:
         parts = [
-            frame.select(
-                _START,
-                _DURATION,
-                _number_of(frame, "deviceId").fill_null(-1).alias("device"),
-                _number_of(frame, "streamId").fill_null(-1).alias("stream"),
-                pl.lit(kind, KIND).alias("kind"),
-                self._names_of_work(frame, kind).cast(pl.Categorical),
-                _number_of(frame, "globalPid").alias("process"),
-                _number_of(frame, "correlationId").alias("correlation"),
-                pl.lit(None, pl.Int64).alias("external"),
-                _number_of(frame, "graphNodeId").alias("graph_node"),
-                *detail_columns(frame),
-            )
+            frame
             for table, kind in _WORK_TABLES.items()
             if self._has(table, "start", "end")
-            for frame in self._work_batches(table)
+            for frame in self._work_of(table, kind)
         ]
-        return _without_repetition(pl.concat([empty(WORK_SCHEMA), *parts], how="diagonal"))
+        return _without_repetition(pl.concat([empty(WORK_SCHEMA), *parts], how="diagonal", rechunk=True))
 
-    def _work_batches(self, table: str) -> Iterator[pl.DataFrame]:
+    def _work_of(self, table: str, kind: str) -> list[pl.DataFrame]:
+        """The work of one table. Of names the best column is read alone; the others, too, where it lacks some."""
+        names = [name for name in _NAMES if name in self._tables.columns(table)]
+        counts = copy.deepcopy((self._other, self._damage))
+        for some in (names[:1], names):
+            parts: list[pl.DataFrame] = []
+            for frame in self._work_batches(table, some):
+                named = self._names_of_work(frame, kind, some, are_all=some == names)
+                if named is None:
+                    self._other, self._damage = counts
+                    break
+                parts.append(self._work_frame(frame, kind, named))
+            else:
+                return parts
+        raise AssertionError("the second reading has all names")
+
+    def _work_frame(self, frame: pl.DataFrame, kind: str, names: pl.Series) -> pl.DataFrame:
+        return frame.select(
+            _START,
+            _DURATION,
+            _number_of(frame, "deviceId").fill_null(-1).alias("device"),
+            _number_of(frame, "streamId").fill_null(-1).alias("stream"),
+            pl.lit(kind, KIND).alias("kind"),
+            names.cast(pl.Categorical),
+            _number_of(frame, "globalPid").alias("process"),
+            _number_of(frame, "correlationId").alias("correlation"),
+            pl.lit(None, pl.Int64).alias("external"),
+            _number_of(frame, "graphNodeId").alias("graph_node"),
+            *detail_columns(frame),
+        )
+
+    def _work_batches(self, table: str, names: list[str]) -> Iterator[pl.DataFrame]:
         present = self._tables.columns(table)
-        texts = [name for name in _NAMES if name in present and self._tables.is_text(table, name)]
+        texts = [name for name in names if self._tables.is_text(table, name)]
         optional = ("deviceId", "streamId", "correlationId", "globalPid", "graphNodeId")
-        wanted = (*optional, *self._details, *_NAMES, "copyKind", "graphId")
+        wanted = (*optional, *self._details, *names, "copyKind", "graphId")
         numbers = ["start", "end", *(name for name in wanted if name in present and name not in texts)]
         absent = [pl.lit(NO_NUMBER, pl.Int64).alias(name) for name in optional if name not in present]
         for frame in self._timed(table, numbers, texts, WORK):
             yield frame.with_columns(absent)
 
-    def _names_of_work(self, frame: pl.DataFrame, kind: str) -> pl.Series:
-        columns = [name for name in _NAMES if name in frame.columns]
+    def _names_of_work(self, frame: pl.DataFrame, kind: str, columns: list[str], are_all: bool) -> pl.Series | None:
+        """The names of a batch; None where these columns lack some and are not all that there are."""
         if kind == "kernel" and columns:
             named = pl.Series("name", [None], dtype=pl.Categorical()).new_from_index(0, frame.height)
             for column in columns:  # the name of each kernel by the first of these columns that says it
-                is_text = frame[column].dtype == pl.Binary
-                names = _decoded(frame[column]).cast(pl.Categorical()) if is_text else self._of_ids(frame[column])
-                names = names.set(fits(names, "^$"), None)
+                if frame[column].dtype == pl.Binary:
+                    names = _decoded(frame[column]).cast(pl.Categorical())
+                    names = names.set(fits(names, "^$"), None)
+                else:
+                    names = self._of_ids(frame[column], "said")
                 named = pl.select(pl.coalesce(named, names).alias("name")).to_series()
                 if not named.null_count():
                     return named
+            if not are_all:
+                return None
             rest = self._looked_up(frame, columns[0], WORK, wanted=named.is_null()).cast(pl.Categorical())
             return named.fill_null(rest)
         if kind == "memcpy" and "copyKind" in frame.columns:
@@ -693,21 +730,20 @@ class _Reader:
                 pl.when(pl.col("end") != NO_NUMBER).then(_DURATION).alias("duration_ns"),
                 _PROCESS,
                 pl.col("globalTid").alias("thread"),
-                self._names_of_ranges(chosen).cast(pl.Categorical),
+                self._names_of_ranges(chosen),
                 pl.col("eventType").is_in(_PUSH_POP).alias("nested"),
             )
             for part, rows in zip(parts, operators_apart(ranges), strict=True):
                 part.append(rows)
-        return pl.concat(parts[0]), pl.concat(parts[1])
+        return pl.concat(parts[0], rechunk=True), pl.concat(parts[1], rechunk=True)
 
     def _names_of_ranges(self, frame: pl.DataFrame) -> pl.Series:
-        name = pl.Series("name", [""]).new_from_index(0, frame.height)
+        name = pl.Series("name", [""], dtype=pl.Categorical()).new_from_index(0, frame.height)
         if "text" in frame.columns:
-            name = _decoded(frame["text"]).alias("name")
-        if "textId" not in frame.columns:
+            name = _decoded(frame["text"]).alias("name").cast(pl.Categorical())
+        if "textId" not in frame.columns or not (unsaid := (name == "") & (frame["textId"] != NO_NUMBER)).any():
             return name
-        registered = self._looked_up(frame, "textId", RANGES, wanted=name == "").cast(pl.String)
-        unsaid = (name == "") & (frame["textId"] != NO_NUMBER)
+        registered = self._looked_up(frame, "textId", RANGES, wanted=name == "").cast(pl.Categorical())
         return pl.select(pl.when(unsaid).then(registered).otherwise(name).alias("name")).to_series()
 
     def _devices(self) -> dict[int, str]:
@@ -745,8 +781,8 @@ class _Reader:
 
 def _decoded(column: pl.Series) -> pl.Series:
     """A column of bytes as text; bytes that are not UTF-8 become replacement characters. A value is decoded once."""
-    if column.is_empty():  # of which `replace_strict` keeps the type
-        return pl.Series(column.name, [], dtype=pl.String)
+    with contextlib.suppress(pl.exceptions.PolarsError):  # nearly all names are UTF-8
+        return column.cast(pl.String)
     distinct = column.unique()
     texts = pl.Series([utf8(value) for value in distinct.to_list()], dtype=pl.String)
     return column.replace_strict(distinct, texts, return_dtype=pl.String).alias(column.name)
