@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 PATH = Path(__file__).resolve()
@@ -166,8 +167,12 @@ HAND: dict[str, Way] = {
     },
     "autocast, max-autotune": {"precision": "autocast", "compile": "max-autotune"},
 }
-ATTENTIONS = ("flash", "cudnn", "efficient", "flex")
-"""What the fastest way by hand is tried with, too; SDPA's own choice is the usual."""
+UNMASKED = "unmasked"
+"""SDPA without a mask, behind transformers' interface of attention. transformers makes a mask of its own wherever it is
+compiled or captured, since the positions could be those of packed documents; with it SDPA takes slower kernels."""
+ATTENTIONS = ("flash", "cudnn", "efficient", "flex", "masked")
+"""What the fastest way by hand is tried with, too: one kernel of SDPA's, FlexAttention, and transformers' own call of
+SDPA. The usual is SDPA's own choice without a mask."""
 
 _MASTERS = {"dtype": "bf16-master", "optimizer": "adamw-one-launch", "graph": "step"}
 _ON_CPU: dict[str, Way] = {"bf16, eager": {"dtype": "bf16"}, "bf16, default": {"dtype": "bf16", "compile": "default"}}
@@ -211,14 +216,14 @@ class Job:
 def by_hand(job: Job) -> Callable[[], Any]:
     """The step by hand: what runs one and gives its loss."""
     way, device = job.choices, job.device
-    attention = way.get("attention", "sdpa")
+    attention = way.get("attention", UNMASKED)
     _choose_backend(attention)
     if way.get("liger"):
         _use_liger(job.model)
+    importlib.import_module("transformers").AttentionInterface.register(UNMASKED, _unmasked)
     torch.manual_seed(0)
-    model, batches = make(
-        job.model, job.size, device, "flex_attention" if attention == "flex" else "sdpa", "yes" if job.tiny else ""
-    )
+    named = {"flex": "flex_attention", "masked": "sdpa"}.get(attention, UNMASKED)
+    model, batches = make(job.model, job.size, device, named, "yes" if job.tiny else "")
     batches = [{name: value.to(device) for name, value in batch.items()} for batch in batches]
     masters = way["precision"] == "masters"
     parameters = list(model.parameters())
@@ -252,6 +257,25 @@ def by_hand(job: Job) -> Callable[[], Any]:
         return step(next(turn))
 
     return run
+
+
+def _unmasked(
+    module: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    _mask: object,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it, for batches without padding."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    shared = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=causal, enable_gqa=shared)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _to_masters(parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
