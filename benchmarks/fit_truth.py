@@ -683,7 +683,7 @@ def table(document: dict[str, Any], before: dict[str, Any] | None = None) -> lis
         was = f"{100 * older:+.2f} %" if before and older is not None else ""
         lines.append(
             f"{name:24}{row['predicted']['peak']:>15,}{row['measured']['peak']:>15,}{100 * error:>+7.2f} %{was:>9}"
-            f"{said:>9}{words:>12}{'  a bound' if is_bound else ''}"
+            f"{said:>9}{words and f'{words:>12}'}{'  a bound' if is_bound else ''}"
         )
     if judged:
         size = [abs(error) for error in judged]

@@ -328,7 +328,7 @@ class Program:
     operators: list[str]
     phases: list[str]
     sizes: list[int]
-    """Bytes of each allocation; last the bytes of the largest convolution."""
+    """Bytes of each allocation; last what convolutions may take beyond what is counted (`Unseen.convolution_bytes`)."""
 
     def runs(self, allocator: Allocator) -> bool:
         """Whether the allocator grants every request."""

@@ -329,7 +329,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     """Before each step, how many events there were, and the phases of the step before; last of the last one."""
     convolutions: int = 0
     convolution_bytes: int = 0
-    """Bytes of the largest convolution's operands, for each sample and place in the sequence."""
+    """As in Unseen, for each sample and place in the sequence."""
     custom: list[str] = []
     at_most: list[str] = []
     recurrent: int = 0

@@ -11,6 +11,7 @@ accumulators of fused attention's. CuBLAS' workspace is counted once for forward
 import contextlib
 import contextvars
 import logging
+import math
 import sys
 import traceback
 import weakref
@@ -36,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import MemoryCategory
-from stepscope.core.formulas import bytes_of_partial_sums
+from stepscope.core.formulas import bytes_of_convolution, bytes_of_partial_sums
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
 from stepscope.recording.precision import SCALED_CASTS, SCALED_PRODUCTS
@@ -55,6 +56,8 @@ _TAKES: dict[Any, Callable[[tuple[Any, ...]], int]] = {
 }
 """Bytes that operators' kernels take for themselves, by their arguments."""
 
+_CONVOLVES = _aten.convolution.default
+_CONVOLUTIONS = frozenset({_CONVOLVES, _aten.convolution_backward.default})
 _SUMS = frozenset({_aten.sum.dim_IntList, _aten.mean.dim})
 """Operators whose kernels on CUDA take memory for parts of sums."""
 
@@ -133,6 +136,10 @@ class FakeMemory(TorchDispatchMode):
         self._index: dict[int, int] = {}  # address of a live storage -> its allocation
         self._references: dict[int, weakref.ref[Any]] = {}
         self._phase = ""
+        self.convolutions = 0
+        """Calls of convolutions."""
+        self.convolution_bytes = 0
+        """The most bytes by which a convolution's operands are more than the workspace that was counted for it."""
         self._weights: set[int] = set()
         self._recomputed: list[int] = []
         self._overflow_flags: set[int] = set()
@@ -212,9 +219,9 @@ class FakeMemory(TorchDispatchMode):
             self._passes(takes or _TAKES[func](args), func)
         if self._workspace_bytes and func in _SUMS:
             summed = args[0]
-            taken = bytes_of_partial_sums(summed.shape, summed.stride(), args[1], summed.itemsize)
-            if taken:
-                self._passes(taken, func)
+            self._passes(bytes_of_partial_sums(summed.shape, summed.stride(), args[1], summed.itemsize), func)
+        if func in _CONVOLUTIONS:
+            self._convolve(func, args, outputs)
         needs_workspace = self._workspace_bytes and func._schema.name in _PRODUCTS
         if needs_workspace and thread not in self._threads_with_workspace:
             self._threads_with_workspace.add(thread)
@@ -254,6 +261,8 @@ class FakeMemory(TorchDispatchMode):
 
     def _passes(self, nbytes: int, func: Any) -> None:
         """What an operator's kernel takes for itself."""
+        if not nbytes:
+            return
         index = self._allocate(nbytes, func)
         self.allocations[index].live = False
         self.events.append(~index)
@@ -263,6 +272,26 @@ class FakeMemory(TorchDispatchMode):
         del self._references[key]
         self.allocations[index].live = False
         self.events.append(~index)
+
+    def _convolve(self, func: Any, args: tuple[Any, ...], outputs: Any) -> None:
+        """Count what cuDNN takes for a convolution, and for its gradients one after the other."""
+        self.convolutions += 1
+        if func is _CONVOLVES:
+            (x, weight), y, how, (of_x, of_weight) = args[:2], outputs, args[3:], (outputs, None)
+        else:
+            (y, x, weight), how, (of_x, of_weight) = args[:3], args[4:], outputs[:2]
+        stride, padding, groups = how[0], how[1], how[5]
+        plain = math.prod(weight.shape[2:]) == 1 and set(stride) == {1} and not any(padding) and groups == 1
+        most = 0
+        for made, sums in ((of_x, False), (of_weight, True)):
+            if made is not None and self._workspace_bytes:
+                taken = bytes_of_convolution(
+                    x.shape, weight.shape, y.shape, x.itemsize, groups=groups, plain=plain, sums=sums
+                )
+                most = max(most, taken)
+                self._passes(taken, func)
+                self.allocations[-1].category = "workspaces"
+        self.convolution_bytes = max(self.convolution_bytes, x.nbytes + weight.nbytes + y.nbytes - most)
 
     def _end_recomputation(self) -> None:
         """Count what a recomputed part of forward leaves alive as saved: without checkpointing it would have been."""
@@ -534,7 +563,6 @@ LARGEST_REAL_FLOATS = MIB
 
 _OURS = frozenset({"aten", "prims", "prim", "profiler", "inductor", "transformers", "torchvision"})
 _GROUPED = torch.ops.aten._grouped_mm.default
-_CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "cudnn_convolution", "mkldnn_convolution"})
 _HOUSES = tuple(str(Path(file).parent) for file in (torch.__file__, sys.modules["stepscope"].__file__ or ""))
 
 
@@ -548,12 +576,8 @@ class FakeMemoryOfOwn(FakeMemory):
         """Calls of operators whose output was counted at its largest, since its shape depends on data."""
         self.custom: Counter[str] = Counter()
         """Calls of operators that are not PyTorch's, whose own memory nobody knows."""
-        self.convolutions = 0
-        """Calls of convolutions."""
         self.recurrent = 0
         """Calls of recurrent layers, as CUDA's would be."""
-        self.convolution_bytes = 0
-        """Bytes of the input, weight and output of the largest convolution."""
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = _Call(func, args, kwargs)
@@ -570,7 +594,8 @@ class FakeMemoryOfOwn(FakeMemory):
         except UnsupportedOperatorException as error:
             why = "has no fake implementation: register one by torch.library.register_fake"
             raise self._refused(func, why) from error
-        self._look_at(func, call.tensors, outputs)
+        if func.namespace not in _OURS and func._schema.name not in (*SCALED_PRODUCTS, *SCALED_CASTS):
+            self.custom[str(func)] += 1
         return outputs
 
     def _meet(self, tensor: Tensor) -> None:
@@ -631,15 +656,6 @@ class FakeMemoryOfOwn(FakeMemory):
             raise self._refused(func, "has an output whose shape depends on data")
         self.at_most[str(func)] += 1
         return largest
-
-    def _look_at(self, func: Any, tensors: list[Tensor], outputs: Any) -> None:
-        name = func.overloadpacket.__name__
-        if func.namespace not in _OURS and func._schema.name not in (*SCALED_PRODUCTS, *SCALED_CASTS):
-            self.custom[str(func)] += 1
-        elif func.namespace == "aten" and name in _CONVOLUTIONS:
-            self.convolutions += 1
-            results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-            self.convolution_bytes = max(self.convolution_bytes, sum(t.nbytes for t in (*tensors, *results)))
 
     def _refused(self, func: Any, why: str) -> InputError:
         return InputError(f"{self._name} cannot be predicted: {func}{_where()} {why}")

@@ -9,7 +9,6 @@ import msgspec
 
 from stepscope.allocations.prediction.estimate import KeptTensor, MemoryEstimate, estimate, kept_by_block
 from stepscope.allocations.prediction.fit import (
-    CONVOLUTION_WORKSPACE_BYTES,
     GRAPH_SAFETY,
     MOST_GPUS,
     MOST_SEARCHED,
@@ -307,9 +306,8 @@ def _doubts(fit: AnyFit) -> Iterator[Line]:
         )
     if unseen.convolutions:
         yield Line(
-            f"The step has convolutions, for which cuDNN takes workspaces: {format_bytes(unseen.workspace_bytes)} are "
-            "kept free beside the peak, the bytes of the largest one's operands and "
-            f"{format_bytes(CONVOLUTION_WORKSPACE_BYTES)}.",
+            "The step has convolutions. What cuDNN takes for them is counted by what was measured on an H200, mostly "
+            f"as an upper bound, and {format_bytes(unseen.workspace_bytes)} are kept free besides: a few took more.",
             "care",
         )
     if unseen.without_state_bytes:

@@ -100,8 +100,9 @@ KEPT_FREE_FOR_CUSTOM = 0.1
 """Share of the memory that is left free in addition, if the step calls operators that are not PyTorch's."""
 
 CONVOLUTION_WORKSPACE_BYTES = 72 * MIB
-"""For cuDNN's workspaces, the bytes of the largest convolution's operands and so many more are kept free: copies in
-another layout, and partial sums. No convolution took more on an H200 (results/h200/convolutions/workspaces.json)."""
+"""cuDNN's workspaces are counted as they were measured, but for rare shapes. For those the bytes by which the operands
+of a convolution are more than what is counted, and so many besides, are kept free: none took more on an H200
+(results/h200/convolutions/workspaces.json)."""
 
 
 class Unseen(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,7 +111,7 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     convolutions: int = 0
     """Calls of convolutions in three steps; on a GPU, cuDNN takes workspaces for them."""
     convolution_bytes: int = 0
-    """Bytes of the operands and outputs of the largest convolution."""
+    """The most bytes by which a convolution's operands and output are more than the workspace counted for it."""
     custom: tuple[str, ...] = ()
     """Operators that are not PyTorch's."""
     at_most: tuple[str, ...] = ()
@@ -127,7 +128,7 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def workspace_bytes(self) -> int:
-        """The most that cuDNN takes for a convolution; 0 where there is none."""
+        """The most that cuDNN takes for a convolution beyond what is counted; 0 where there is none."""
         return self.convolution_bytes + CONVOLUTION_WORKSPACE_BYTES if self.convolutions else 0
 
 

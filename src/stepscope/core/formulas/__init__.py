@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from stepscope.core.units import MIB
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 CausalConvention = Literal["half", "full"]
@@ -147,6 +149,31 @@ def bytes_of_partial_sums(
         return 0
     blocks = max(min(-(-room // groups), -(-of_a_thread // 16)), -(-of_a_thread // 256))
     return max(4, itemsize) * outputs * blocks * width * vector if blocks > 1 else 0
+
+
+def bytes_of_convolution(
+    x: Sequence[int], weight: Sequence[int], y: Sequence[int], itemsize: int, *, groups: int, plain: bool, sums: bool
+) -> int:
+    """Bytes that cuDNN takes for a convolution beyond its result, as large as they were measured on an H200, but for
+    rare shapes (results/h200/convolutions/workspaces.json): copies of its operands in another layout, and partial sums.
+
+    x (N, C, *sides), weight, y (N, K, *sides). plain: a kernel of one place without strides and padding, a product of
+    matrices: it takes sums of each sample in fp32, where the largest that was seen, in a ResNet-50, are 32 MiB. Those
+    of few channels and of small images in 16 bits are copied all the same. sums: the gradient of the weight is asked
+    for. A depthwise one has kernels of PyTorch's own, which take nothing.
+    """
+    if groups > 1 and groups == x[1]:
+        return 0
+    image, out, kernel = (itemsize * math.prod(sizes) for sizes in (x, y, weight))
+    if not plain:
+        return image + out + kernel + (8 * MIB if sums else MIB)
+    if not sums:
+        return MIB
+    if min(x[1], y[1]) <= 32:
+        return image + out + kernel + 2 * MIB
+    if itemsize == 2 and math.prod(x[2:]) <= 256:
+        return image + out
+    return min(x[0] * 4 * math.prod(weight), 32 * MIB)
 
 
 _MULTIPROCESSORS, _THREADS = 132, 2048
