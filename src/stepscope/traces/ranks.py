@@ -1,9 +1,15 @@
 """A job of several ranks: who waits for whom at its collectives, how fast these are, and what makes a rank late."""
 
+import contextlib
 import gzip
+import multiprocessing
+import os
 import re
+import signal
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -14,14 +20,15 @@ import msgspec
 import polars as pl
 
 from stepscope.core.answer import Finding
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.formulas.communication import KINDS, kind_of, message_bytes, named_kind
+from stepscope.core.interrupts import end_with_stdin
 from stepscope.core.range_names import STEP
 from stepscope.core.run_directory import CAPTURE_FILES, RANK_FOLDER, RUN_FILE
 from stepscope.core.units import counted
 from stepscope.traces.captures.attribution import Attribution, gather, range_kind
 from stepscope.traces.captures.checks import DOUBTS, check_trace
-from stepscope.traces.captures.digest import load_capture
+from stepscope.traces.captures.digest import find_capture, load_capture
 from stepscope.traces.captures.occupation import covered_ns
 from stepscope.traces.captures.summary import TraceSummary, layers_together
 from stepscope.traces.nesting import open_rows, union
@@ -527,7 +534,7 @@ def job_of(ranks: list[Rank]) -> Job:
     return Job(ranks=ordered, matched=match_collectives(ordered))
 
 
-# Reads the captures of a job's ranks, one after the other: what is kept of each is small.
+# Which captures are a job's.
 
 
 _CAPTURES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
@@ -589,17 +596,104 @@ def _holds_no_events(path: Path) -> bool:
     return not any(isinstance(event, dict) and "ph" in event for event in cast("list[Any]", events))
 
 
-def load_job(captures: list[Path], *, say: Callable[[str], None]) -> Job:
-    """Read the captures of a job's ranks. Raises InputError where one cannot be read, or they are not of one job.
+# Reads the captures of a job's ranks. What is kept of each is small.
 
-    A rank is the one that the capture says, or the number after "rank" in its name, or else its place in the list.
-    `say` is told which rank is read.
+
+MOST_BYTES = 4 * 10**9
+"""Memory that all processes together may take; one alone may take more, since its capture cannot be read in parts."""
+_FEW_BYTES = 128 * 10**6
+"""Captures that take less together are read here: a process needs as long to start."""
+_PROCESS_BYTES = 100 * 10**6
+"""Memory of a process before it reads."""
+_OF_FILE, _OF_PACKED = {".json": 2, ".sqlite": 4}, 32
+"""Memory that a capture takes, in sizes of its file: 1.3 for JSON and 2.8 for SQLite were measured."""
+_LONG_S = 10.0**7
+"""Once polars is imported, Ctrl-C does not interrupt a wait without a time limit: its handler has waits go on."""
+
+Reply = tuple[list[str], Rank | StepscopeError]
+"""The lines to say of a capture, and its rank, or why it cannot be read."""
+
+
+def read_rank(path: Path, place: int, *, say: Callable[[str], None]) -> Rank:
+    """Read the capture of one rank of a job. Raises InputError where it cannot be read.
+
+    The rank is the one that the capture says, or the number after "rank" in its name, or else its place in the list.
     """
+    summary = load_capture(path, say=say)
+    recorded, named = summary.attribution.table.rank, _RANK.search(path.name)
+    number = recorded if recorded is not None else int(named[1]) if named else place
+    return rank_of(summary, number, str(path))
+
+
+def reply_of(path: Path, place: int) -> Reply:
+    """What became of the capture of the rank at this place of the list."""
+    lines: list[str] = []
+    try:
+        return lines, read_rank(path, place, say=lines.append)
+    except StepscopeError as error:
+        return lines, error
+
+
+def load_job(captures: list[Path], *, say: Callable[[str], None]) -> Job:
+    """Read the captures of a job's ranks, one after the other. Raises InputError where one cannot be read, or they are
+    not of one job. `say` is told which rank is read."""
     ranks: list[Rank] = []
     for place, path in enumerate(captures):
         say(f"reading rank {place + 1} of {len(captures)}: {path.name}")
-        summary = load_capture(path, say=say)
-        recorded, named = summary.attribution.table.rank, _RANK.search(path.name)
-        number = recorded if recorded is not None else int(named[1]) if named else place
-        ranks.append(rank_of(summary, number, str(path)))
+        ranks.append(read_rank(path, place, say=say))
     return job_of(ranks)
+
+
+def needed_bytes(path: Path) -> int:
+    """An estimate of the memory that the reading of a capture takes. Raises InputError where there is none."""
+    capture = find_capture(path)
+    files = capture.glob("*.parquet") if capture.is_dir() else [capture]
+    return _OF_FILE.get(capture.suffix, _OF_PACKED) * sum(file.stat().st_size for file in files)
+
+
+def processes_for(needs: list[int], cores: int) -> int:
+    """How many processes read captures that need so much memory each: no more than cores, captures and MOST_BYTES."""
+    return max(1, min(cores, len(needs), MOST_BYTES // (_PROCESS_BYTES + max(needs))))
+
+
+def read_ranks(captures: list[Path]) -> Generator[Reply]:
+    """What became of each capture of a job, as they are read: small ones in turn, else in processes, the largest first.
+
+    Processes import the program again, which must be ours. They end where this is closed.
+    """
+    needs = [needed_bytes(path) for path in captures]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = processes_for(needs, cores)
+    if processes == 1 or sum(needs) < _FEW_BYTES:
+        yield from map(reply_of, captures, range(len(captures)))
+        return
+    context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
+    with ProcessPoolExecutor(processes, context, _begin_to_read, (max(1, cores // processes),)) as pool:
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a process that starts would print a traceback
+            try:
+                largest_first = sorted(range(len(captures)), key=lambda place: -needs[place])
+                reading = [pool.submit(reply_of, captures[place], place) for place in largest_first]
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            for done in as_completed(reading, _LONG_S):
+                yield done.result()
+        except BrokenProcessPool:
+            raise StepscopeError(
+                "a process that read captures was ended from outside, as where memory runs out: read fewer of them"
+            ) from None
+        finally:
+            for process in set(multiprocessing.active_children()) - set(others):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid or 0, signal.SIGKILL)  # with the exporter that it may have started
+                process.kill()
+
+
+def _begin_to_read(threads: int) -> None:
+    """Leave Ctrl-C, which is blocked here, to the process that asked, and end with it, however it ends."""
+    os.environ["POLARS_MAX_THREADS"] = str(threads)
+    os.setsid()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    os.dup2(parent.sentinel, 0)  # closes when the parent dies
+    end_with_stdin()

@@ -43,6 +43,17 @@ def test_what_cannot_be_is_one_line(tmp_path: Path):
     assert done.returncode == 2 and "this directory holds no trace" in done.stderr
 
 
+def test_a_damaged_rank_is_named_and_the_others_go_on(tmp_path: Path):
+    paths = Made(ranks=3).write(tmp_path)
+    paths[1].write_text('{"traceEvents": [{"ph": "X", ')
+    done = stepscope("trace", tmp_path, "--json")
+    assert done.returncode == 2 and f"left out: {paths[1]}: the JSON ends" in done.stderr, done.stderr
+    assert [row["rank"] for row in json.loads(done.stdout)["ranks"]] == [0, 2]
+    paths[0].write_text("")
+    alone = stepscope("trace", tmp_path, "--json")
+    assert alone.returncode == 2 and not alone.stdout and "job_0.json" in alone.stderr, alone.stderr
+
+
 def test_a_job_against_another_rank_by_rank(tmp_path: Path):
     Made(ranks=2).write(tmp_path / "before")
     Made(ranks=2, later_ns={1: 5_000_000}).write(tmp_path / "after")

@@ -1,7 +1,12 @@
 """Several ranks of one job: who waits for whom, worked out by hand; clocks; and captures that do not fit together."""
 
+import contextlib
 import gzip
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import polars as pl
@@ -11,9 +16,10 @@ from hypothesis import strategies as st
 
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.communication import KINDS, kind_of, message_bytes
-from stepscope.traces.ranks import Job, captures_in, load_job
+from stepscope.traces.ranks import Job, Rank, captures_in, job_of, load_job, needed_bytes, processes_for, read_ranks
 from stepscope.traces.ranks_answer import answer_job, check_job, job_as_json
 from tests.captures import GEMM
+from tests.engine.test_sweep import wait_for
 from tests.public import public_capture
 from tests.traces.ranks.jobs import ALL_REDUCE, TRANSFER_NS, Made
 
@@ -297,3 +303,67 @@ def test_two_published_ranks_of_128():
         (0, 2, 606_519_000), (1, 2, 651_026_000)
     ]  # fmt: skip
     assert {"straggler", "ranks-absent", "collectives-alone"} == kinds(job)
+
+
+# Many ranks, in several processes.
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch):
+    """Two processes read, however small the captures are."""
+    monkeypatch.setattr("stepscope.traces.ranks._FEW_BYTES", 0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+
+
+@pytest.mark.usefixtures("apart")
+def test_ranks_read_in_processes_are_those_read_here(tmp_path: Path):
+    paths = Made(ranks=3, later_ns={1: LATER_NS}).write(tmp_path)
+    read = [rank for _, rank in read_ranks(paths) if isinstance(rank, Rank)]
+    assert job_as_json(job_of(read), ()) == job_as_json(load(paths), ())
+    paths[1].write_text('{"traceEvents": [{"ph": "X", ')
+    replies = [rank for _, rank in read_ranks(paths)]
+    assert [type(rank) for rank in replies].count(Rank) == 2
+    assert any(isinstance(rank, InputError) and "job_1.json: the JSON ends" in str(rank) for rank in replies)
+
+
+def test_processes_are_bounded_by_cores_captures_and_memory(tmp_path: Path):
+    sizes = {"a.json": 2, "a.sqlite": 4, "a.json.gz": 32}
+    for name in sizes:
+        (tmp_path / name).write_bytes(b" " * 1000)
+    assert [needed_bytes(tmp_path / name) for name in sizes] == [1000 * factor for factor in sizes.values()]
+    assert processes_for([9 * 10**8] * 64, cores=16) == 4
+    assert processes_for([10**9, 10**10], cores=16) == 1
+    assert processes_for([10**8] * 64, cores=2) == processes_for([10**8] * 2, cores=16) == 2
+
+
+EXPORTS_FOR_EVER = """#!/bin/sh
+case "$1" in export) echo $$ >"$STARTED.part"; mv "$STARTED.part" "$STARTED"; exec sleep 600;; esac
+"""
+
+
+def test_ctrl_c_shows_what_was_read_and_leaves_no_process(tmp_path: Path):
+    """Two ranks are small, and the exporter that reads the third one's report never ends."""
+    Made(ranks=3).write(tmp_path / "job")[2].unlink()
+    (tmp_path / "job" / "job_2.nsys-rep").write_bytes(b"NSYS" + bytes(5 * 10**6))
+    nsys, started = tmp_path / "nsys", tmp_path / "started"
+    nsys.write_text(EXPORTS_FOR_EVER)
+    nsys.chmod(0o755)
+    reader, terminal = os.openpty()
+    command = [sys.executable, "-m", "stepscope", "trace", tmp_path / "job"]
+    environment = {**os.environ, "STEPSCOPE_NSYS": str(nsys), "STARTED": str(started), "COLUMNS": "200"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=terminal, text=True, start_new_session=True, env=environment
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        while b"2 of 3" not in shown or not started.exists():
+            shown += os.read(reader, 65536)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        printed, _ = process.communicate(timeout=60)
+    with contextlib.suppress(OSError):  # Linux says so where the other side is closed
+        while chunk := os.read(reader, 65536):
+            shown += chunk
+    os.close(reader)
+    assert process.returncode == 130 and "2 of 3 ranks" in printed
+    assert b"interrupted: 2 of 3 ranks were read, the others are left out" in shown and b"Traceback" not in shown
+    wait_for(lambda: not Path("/proc", started.read_text().strip(), "exe").exists())

@@ -1,15 +1,16 @@
 """`trace`: where the time of a captured step went, whichever profiler captured it. Needs no PyTorch."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from stepscope.app.cli.output import Presentation, exit_code_of
+from stepscope.app.cli.output import Presentation, exit_code_of, progress
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.answer import Answer, Finding, name_of
 from stepscope.core.environment import give_pages_back
-from stepscope.core.errors import EXIT_DONE, InputError, warn
+from stepscope.core.errors import EXIT_DONE, EXIT_WRONG_INPUT, InputError, StepscopeError, warn
 from stepscope.core.options import OUTPUT, Option, Rule, file_or_run, verb
 from stepscope.core.range_names import PHASES
 from stepscope.core.run_directory import find_place
@@ -17,6 +18,8 @@ from stepscope.core.units import Window, parse_window
 
 if TYPE_CHECKING:
     from stepscope.traces.captures.summary import TraceSummary
+    from stepscope.traces.ranks import Job
+    from stepscope.traces.ranks import Rank as RankRead
 
 
 @dataclass(frozen=True, repr=False)
@@ -225,8 +228,7 @@ def command(
                 f"{words} is for one capture, and these are {len(captures)}: choose one with --rank, or name one file"
             )
         if against is not None:
-            _compare_jobs(against, captures, shown)
-            return EXIT_DONE
+            return _compare_jobs(against, captures, shown)
         return _show_job(captures, perfetto, save, shown)
     place = captures[0] if rank is None else _capture_of_rank(captures, rank)
     unseen = not shown.json and cut is None and perfetto is None and not _names_kernel_times(shown.only)
@@ -335,12 +337,41 @@ def _folder_of(captures: list[Path]) -> str:
     return str(folders.pop()) if len(folders) == 1 else f"{len(captures)} captures"
 
 
+def _job_of(captures: list[Path]) -> tuple["Job", int]:
+    """The job whose ranks have these captures, read with progress, and the exit code: that of wrong input where one
+    cannot be read, and is left out. After an interrupt it is the job of those that were read."""
+    from stepscope.engine.request import Stage
+    from stepscope.traces.ranks import job_of, read_ranks
+
+    lines: list[str] = []
+    ranks: list[RankRead] = []
+    faults: list[StepscopeError] = []
+    try:
+        with progress() as tell, contextlib.closing(read_ranks(captures)) as replies:
+            tell(Stage(name="reading ranks", detail=f"0 of {len(captures)}", fraction=0))
+            for done, (said, rank) in enumerate(replies, 1):
+                lines += said
+                if isinstance(rank, StepscopeError):
+                    faults.append(rank)
+                else:
+                    ranks.append(rank)
+                tell(Stage(name="reading ranks", detail=f"{done} of {len(captures)}", fraction=done / len(captures)))
+    except KeyboardInterrupt:
+        if len(ranks) < 2:
+            raise
+        lines.append(f"interrupted: {len(ranks)} of {len(captures)} ranks were read, the others are left out")
+    if faults and len(ranks) < 2:
+        raise faults[0]
+    for line in (*lines, *(f"left out: {fault}" for fault in faults)):
+        warn(line)
+    return job_of(ranks), EXIT_WRONG_INPUT if faults else EXIT_DONE
+
+
 def _show_job(captures: list[Path], perfetto: Path | None, save: Path | None, shown: Presentation) -> int:
     """Show the ranks of a job. Returns the exit code."""
-    from stepscope.traces.ranks import load_job
     from stepscope.traces.ranks_answer import answer_job, check_job, job_as_json
 
-    job = load_job(captures, say=warn)
+    job, code = _job_of(captures)
     findings = check_job(job)
     if perfetto is not None:  # on the clock of the first rank
         offsets = {clock.rank: clock.offset_ns for clock in job.matched.clocks}
@@ -348,12 +379,12 @@ def _show_job(captures: list[Path], perfetto: Path | None, save: Path | None, sh
         _write_perfetto(ranks, perfetto, captures)
     answer = answer_job(job, findings, _folder_of(captures))
     shown.show(answer, document=lambda: job_as_json(job, findings), save=save)
-    return exit_code_of(findings)
+    return code or exit_code_of(findings)
 
 
-def _compare_jobs(before: Path, captures: list[Path], shown: Presentation) -> None:
+def _compare_jobs(before: Path, captures: list[Path], shown: Presentation) -> int:
     """Show what changed in a job, rank by rank. Raises InputError where the other capture is of one rank alone."""
-    from stepscope.traces.ranks import captures_in, load_job
+    from stepscope.traces.ranks import captures_in
     from stepscope.traces.ranks_answer import answer_jobs, jobs_as_json
 
     earlier = captures_in(before)
@@ -362,15 +393,14 @@ def _compare_jobs(before: Path, captures: list[Path], shown: Presentation) -> No
             f"--against {before} is one capture, and the others are {len(captures)}: name a folder of the same ranks, "
             "or choose one with --rank"
         )
-    old, new = load_job(earlier, say=warn), load_job(captures, say=warn)
+    (old, code), (new, code_too) = _job_of(earlier), _job_of(captures)
     shown.show(answer_jobs(old, new, str(before), _folder_of(captures)), document=lambda: jobs_as_json(old, new))
+    return code or code_too
 
 
 def _capture_of_rank(captures: list[Path], rank: int) -> Path:
     """The capture of one rank of a job. Raises InputError where none is of it."""
-    from stepscope.traces.ranks import load_job
-
-    job = load_job(captures, say=warn)
+    job, _ = _job_of(captures)
     source = next((one.source for one in job.ranks if one.number == rank), None)
     if source is None:
         numbers = ", ".join(str(one.number) for one in job.ranks)
