@@ -229,18 +229,22 @@ def test_a_program_of_another_size_is_scaled_from_three_and_asks_what_its_step_d
     assert fake_module.scaled({64: known[64], 128: other}, 192) is None
 
 
-def test_a_search_that_is_interrupted_gives_the_peak_that_is_known(file: Path):
+def test_what_is_known_is_told_before_the_search_ends(file: Path):
     told: list[Stage] = []
+    known: list[Fit[FakeEstimate]] = []
 
     def tell(stage: Stage) -> None:
         told.append(stage)
         if stage.name.startswith("trying"):
             os.kill(os.getpid(), signal.SIGINT)
 
-    (found,) = fit_apart(own(file, "slow"), [budget_of_memory(GIB)], tell=tell)
+    with pytest.raises(KeyboardInterrupt):
+        fit_apart(own(file, "slow"), [budget_of_memory(GIB)], tell=tell, know=known.extend)
+    names = "Positions: 1,601,650 parameters|running a step on fake tensors|trying --seq-len 32"
+    assert "|".join(stage.name for stage in told[1:]) == names and told[0].name.startswith("loading ")
+    found = known[-1]
     assert (found.fits, found.largest_batch, found.longest_sequence) == (True, None, None)
     assert found.peak_bytes == fitted(own(file, "slow")).peak_bytes
-    assert [stage.name for stage in told] == ["starting", "1,601,650 parameters", "trying --seq-len 32"]
 
 
 def test_the_peak_of_an_mlp_by_hand(file: Path):

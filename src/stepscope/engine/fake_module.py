@@ -33,7 +33,7 @@ from stepscope.core.errors import InputError, named_line
 from stepscope.core.evidence import MemoryCategory, PhaseMemory
 from stepscope.core.parts import ATTENTIONS, REFERENCE, Memory
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.units import MIB, format_bytes
+from stepscope.core.units import MIB
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, is_configuration
 from stepscope.engine.request import Stage, Tell
 from stepscope.recording import fake_memory
@@ -404,7 +404,8 @@ def watch_module_step(
     with _UnfilledParameters():
         user_module = load_module(workload.factory, arguments, seed=workload.seed)
     parameters = sum(parameter.numel() for parameter in user_module.whole.parameters())
-    tell(Stage(name=f"{parameters:,} parameters", detail="its step on fake tensors"))
+    tell(Stage(name=f"{type(user_module.module).__name__}: {parameters:,} parameters", lasts=True))
+    tell(Stage(name="running a step on fake tensors"))
     resized = None if by_argument else batch_size
     return watch_module(user_module, workload, device_type, batch_size=resized, steps=steps)
 
@@ -638,9 +639,13 @@ def fit_module(
         return fits
     predictor.expected = sum(STEPS_TO_SIZES + (0 if fit.fits else STEPS_TO_PLANS) for fit in fits)
     for place, budget in enumerate(budgets):
-        if not fits[place].fits:
-            fits[place] = judge(predictor, budget)
+
+        def know_one(fit: Fit[FakeEstimate], place: int = place) -> None:
+            fits[place] = fit
             know(fits)
+
+        if not fits[place].fits:
+            know_one(judge(predictor, budget, know=know_one))
         fits[place] = msgspec.structs.replace(fits[place], **predictor.sizes(budget))
         know(fits)
     return fits
@@ -663,11 +668,19 @@ class FakePredictor:
         self._module, self._tell = module, tell
         self.expected = 0
         """Steps that will probably be run."""
-        self._that_fit: list[str] = []
         self._seconds: list[float] = []
+        """Those of the first step without its module's making, which imports, and of each that was tried."""
         self._device_type: DeviceType = device_type
         self._watched: dict[tuple[bytes, int | None], WatchedModule | None] = {}
-        self._first = self._run(workload, tell=tell)
+        begun_s = time.perf_counter()
+
+        def told(stage: Stage) -> None:
+            nonlocal begun_s
+            begun_s = time.perf_counter()
+            tell(stage)
+
+        self._first = self._run(workload, tell=told)
+        self._seconds.append(time.perf_counter() - begun_s)
         self.workload = self._first.workload
         self.estimate = self._estimate(self._first)
         assert self.estimate.unseen is not None
@@ -677,11 +690,7 @@ class FakePredictor:
         return self._peak(self._variant(workload))
 
     def fits(self, workload: FactoryWorkload, budget: Budget, *, quickly: bool = False) -> bool:
-        runs = self._runs(self._variant(workload), budget)
-        words = self._words(workload, None)
-        if runs and words not in self._that_fit:
-            self._that_fit.append(words)
-        return runs
+        return self._runs(self._variant(workload), budget)
 
     def fails_in(self, budget: Budget) -> str | None:
         return self._fails_in(self._first, budget)
@@ -751,16 +760,13 @@ class FakePredictor:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changed.items())
 
     def _tell_of(self, workload: FactoryWorkload, batch: int | None) -> None:
-        """Tell which step is run next, what is known, and how long the rest will take."""
-        done = len(self._seconds)
-        left = max(1, self.expected - done) * (sum(self._seconds) / done if done else 0.0)
-        said = [f"the peak is {format_bytes(self.estimate.peak_bytes)}"]
-        said += [f"fits with {', or '.join(self._that_fit)}"] if self._that_fit else []
-        said += [f"about {left:.0f} s left"] if done else []
+        """Tell which step is run next, and how long the rest will take."""
+        done = len(self._seconds) - 1
+        left = max(1, self.expected - done) * sum(self._seconds) / len(self._seconds)
         self._tell(
             Stage(
                 name=f"trying {self._words(workload, batch)}",
-                detail="; ".join(said),
+                detail=f"(about {left:.0f} s left)" if self.expected else "",
                 fraction=min(done / self.expected, 0.95) if self.expected else None,
             )
         )

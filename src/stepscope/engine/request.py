@@ -91,6 +91,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     detail: str = ""
     fraction: float | None = None
+    lasts: bool = False
+    """Whether the name is something found, which stays on the screen, and no stage."""
 
 
 Tell = Callable[[Stage], None]

@@ -642,11 +642,11 @@ def read_traced(directory: Path) -> Traced:
 class TracedPredictor(FakePredictor):
     """Predicts a traced step, and what of its variants was traced."""
 
-    def __init__(self, workload: WatchedWorkload, traced: Traced) -> None:
+    def __init__(self, workload: WatchedWorkload, traced: Traced, tell: Tell = lambda _: None) -> None:
         self._traced, self._asked = traced, workload
         self._sizes = traced.batch_size if workload.batch_size is None else workload.batch_size, workload.seq_len
         step: Any = workload  # of the loop, which no factory makes
-        super().__init__(step, "cuda", None)
+        super().__init__(step, "cuda", None, tell)
 
     def _run(
         self, workload: Any, batch: int | None = None, steps: int = _STEPS, tell: Tell = lambda _: None
@@ -694,12 +694,19 @@ class TracedPredictor(FakePredictor):
 
 
 def fit_traced(
-    run: Run, directory: Path, changes: Mapping[str, Any], budgets: Sequence[Budget], *, search: bool = True
+    run: Run,
+    directory: Path,
+    changes: Mapping[str, Any],
+    budgets: Sequence[Budget],
+    *,
+    search: bool = True,
+    know: Callable[[list[Fit[FakeEstimate]]], object] = lambda _: None,
+    tell: Tell = lambda _: None,
 ) -> list[Fit[FakeEstimate]]:
     """The prediction of a watched run's step for each budget, or of its peak alone where there is none.
 
-    directory: the run's. changes: batch_size, seq_len and dtype, where they differ from the loop's. Raises InputError
-    for what was neither traced nor measured.
+    directory: the run's. changes: batch_size, seq_len and dtype, where they differ from the loop's. know, tell: as of
+    `fit_module`. Raises InputError for what was neither traced nor measured.
     """
     workload, traced, memory = run.workload, read_traced(directory), run.evidence.memory
     assert isinstance(workload, WatchedWorkload)
@@ -712,17 +719,21 @@ def fit_traced(
         )
     if "seq_len" in changes and traced.seq_len is None:
         raise InputError(f"run {run.id} had no token ids, whose length --seq-len would be: leave it out")
-    own = TracedPredictor(_resized_workload(workload, traced, {}), traced)
+    own = TracedPredictor(_resized_workload(workload, traced, {}), traced, tell)
     asked = _resized_workload(workload, traced, changes)
-    predictor = TracedPredictor(asked, traced) if changes else own
+    predictor = TracedPredictor(asked, traced, tell) if changes else own
     basis = _basis(run, traced, own.estimate.peak_bytes, asked.seq_len)
+    is_bound = (asked.seq_len or 0) % UNIT > 0
+
+    def based(fit: Fit[FakeEstimate], **sizes: Any) -> Fit[FakeEstimate]:
+        estimate = msgspec.structs.replace(fit.estimate, basis=basis)
+        return msgspec.structs.replace(fit, **sizes, estimate=estimate, is_bound=fit.is_bound or is_bound)
+
     fits: list[Fit[FakeEstimate]] = []
     for budget in budgets or [None]:
-        fit = judge(predictor, budget, search=search)
-        sizes = predictor.sizes(budget) if search and budget is not None else {}
-        estimate = msgspec.structs.replace(fit.estimate, basis=basis)
-        is_bound = fit.is_bound or (asked.seq_len or 0) % UNIT > 0
-        fits.append(msgspec.structs.replace(fit, **sizes, estimate=estimate, is_bound=is_bound))
+        before = [*fits]
+        fit = judge(predictor, budget, search=search, know=lambda fit, before=before: know([*before, based(fit)]))
+        fits.append(based(fit, **(predictor.sizes(budget) if search and budget is not None else {})))
     return fits
 
 

@@ -150,24 +150,15 @@ def tell_asker(line: bytes) -> None:
             os.write(_asker, line + b"\n")
 
 
-def answer_apart(make: Callable[..., str], known: Callable[[], str | None] = lambda: None) -> NoReturn:
-    """Call `make` with the arguments in the child, write what it returns or raises, and end the process.
-
-    known: the answer so far, which is given where a signal asks for it; None where there is none yet.
-    """
+def answer_apart(make: Callable[..., str]) -> NoReturn:
+    """Call `make` with the arguments in the child, write what it returns or raises, and end the process."""
     global _asker  # noqa: PLW0603  (one process, one asker)
     file, *others = map(int, sys.argv[1].split(","))
     for descriptor in (file, *others):
         os.set_inheritable(descriptor, False)
     _asker = others[0] if others else None
 
-    def answer_at_once(*_: object) -> None:
-        data = known()
-        if data is None:
-            raise KeyboardInterrupt
-        _write(file, _Answer(data=data))
-
-    signal.signal(signal.SIGINT, answer_at_once)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         gc.freeze()  # what imports have made stays

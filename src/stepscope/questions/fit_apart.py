@@ -2,7 +2,7 @@
 
 import gc
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -21,10 +21,6 @@ class _Request(msgspec.Struct, frozen=True):
     search: bool
 
 
-_known: list[Fit[FakeEstimate]] = []
-"""In the process of its own: what is known so far."""
-
-
 def fit_apart(
     workload: FactoryWorkload,
     budgets: Sequence[Budget],
@@ -32,24 +28,27 @@ def fit_apart(
     *,
     search: bool = True,
     tell: Tell | None = None,
+    know: Callable[[list[Fit[FakeEstimate]]], object] = lambda _: None,
 ) -> list[Fit[FakeEstimate]]:
     """The prediction of a step for each budget, or of its peak alone where there is none; with `search` also what would
     make it fit, and the largest sizes. Raises InputError for what cannot be predicted.
 
-    tell: is told what is tried. With it a signal ends the search, and the prediction is what is known by then.
+    tell: is told what is tried. know: with it, is called with the predictions as far as they are known, whenever that
+    is more.
     """
     what = f"{'--model' if workload.factory.endswith('.json') else '--module'} {workload.factory}"
     request = msgspec.json.encode(_Request(workload, tuple(budgets), device_type, search)).decode()
 
     def hear(line: bytes) -> None:
-        if tell is not None:
+        if line.startswith(b"["):
+            know(msgspec.json.decode(line, type=list[Fit[FakeEstimate]]))
+        elif tell is not None:
             tell(msgspec.json.decode(line, type=Stage))
 
     if tell is not None:
-        tell(Stage(name="starting", detail=f"PyTorch and {workload.factory}"))
-    hears = None if tell is None else hear
+        tell(Stage(name=f"loading {workload.factory.rpartition(':')[0] or workload.factory}"))
     try:
-        answer = ask_apart(__name__, request, what=what, keeps=tell is not None, hears=hears)
+        answer = ask_apart(__name__, request, what=what, hears=None if tell is None else hear)
         return msgspec.json.decode(answer, type=list[Fit[FakeEstimate]])
     except msgspec.DecodeError as error:
         raise InputError(f"{what} left no prediction: {error}") from error
@@ -67,22 +66,14 @@ def main(request: str) -> str:
     gc.freeze()
     gc.enable()
 
-    def know(fits: list[Fit[FakeEstimate]]) -> None:
-        _known[:] = fits
-
-    def tell(stage: Stage) -> None:
-        tell_asker(msgspec.json.encode(stage))
+    def tell(what: Stage | list[Fit[FakeEstimate]]) -> None:
+        tell_asker(msgspec.json.encode(what))
 
     fits = fit_module(
-        options.workload, options.budgets, options.device_type, search=options.search, know=know, tell=tell
+        options.workload, options.budgets, options.device_type, search=options.search, know=tell, tell=tell
     )
     return msgspec.json.encode(fits).decode()
 
 
-def known() -> str | None:
-    """The prediction so far as JSON, None before the peak is known."""
-    return msgspec.json.encode(_known).decode() if _known else None
-
-
 if __name__ == "__main__":
-    answer_apart(main, known)
+    answer_apart(main)

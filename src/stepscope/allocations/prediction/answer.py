@@ -69,10 +69,10 @@ _OF_STEP_GRAPHS = (
 )
 
 
-def answer_fit(fit: AnyFit) -> Answer:
+def answer_fit(fit: AnyFit, *, searched: bool = True) -> Answer:
     """The Answer on whether a step fits, with its peak's parts, the peaks of the phases and plans; without a budget, on
-    its peak alone."""
-    tables = [text(_verdict(fit), *_doubts(fit), *_sizes(fit))]
+    its peak alone. searched: whether the search for plans came to its end."""
+    tables = [text(verdict(fit), *_doubts(fit), *_sizes(fit))]
     if fit.fits is False and isinstance(fit.workload, TextbookWorkload):
         tables.append(_terms(fit.workload, fit.estimate))
     tables.append(_category_table(fit))
@@ -88,7 +88,7 @@ def answer_fit(fit: AnyFit) -> Answer:
         tables.append(text(Line(_OF_STEP_GRAPHS, "care")))
     elif fit.workload.compile in ("reduce-overhead", "max-autotune"):
         tables.append(text(Line(_OF_CUDA_GRAPHS, "care")))
-    if fit.fits is False:
+    if fit.fits is False and (searched or fit.plans):
         tables += _ways(fit)
     return _answer(f"Does it fit into {fit.budget.said}?" if fit.budget else "What is the peak?", fit.workload, tables)
 
@@ -257,7 +257,8 @@ def _answer(question: str, workload: Workload, tables: Sequence[Table]) -> Answe
     return Answer(study="fit", question=question, lead=lead, tables=tuple(tables))
 
 
-def _verdict(fit: AnyFit) -> Line:
+def verdict(fit: AnyFit) -> Line:
+    """The peak, and whether it fits, in one line."""
     most = "is at most" if fit.is_bound else "is"
     peak = f"The peak {most} {format_bytes(fit.peak_bytes)}, in the {fit.estimate.peak_phase} phase"
     if fit.budget is None or fit.margin_bytes is None:

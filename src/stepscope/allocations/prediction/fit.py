@@ -238,8 +238,17 @@ class Predictor(Protocol[W, E]):
         ...
 
 
-def judge(predictor: Predictor[W, E], budget: Budget | None, *, search: bool = True) -> Fit[E]:
-    """Whether the predictor's workload fits; with `search` also what would make it fit, where it does not."""
+def judge(
+    predictor: Predictor[W, E],
+    budget: Budget | None,
+    *,
+    search: bool = True,
+    know: Callable[[Fit[E]], object] = lambda _: None,
+) -> Fit[E]:
+    """Whether the predictor's workload fits; with `search` also what would make it fit, where it does not.
+
+    know: is called with what is known so far: the peak, and again with each plan that is found.
+    """
     predicted = predictor.estimate
     unseen = predicted.unseen if isinstance(predicted, FakeEstimate) else None
     peak = Fit(
@@ -250,19 +259,28 @@ def judge(predictor: Predictor[W, E], budget: Budget | None, *, search: bool = T
         workload=predictor.workload,
     )
     if budget is None:
+        know(peak)
         return peak
     fails_in = predictor.fails_in(budget)
-    searched = _Search(predictor, budget) if search and fails_in is not None else None
-    return msgspec.structs.replace(
+    judged = msgspec.structs.replace(
         peak,
         fits=fails_in is None,
-        plans=tuple(searched.plans()) if searched else (),
-        ways=tuple(searched.ways()) if searched else (),
         margin_bytes=budget.usable_bytes - predicted.peak_bytes,
         kept_free_bytes=predictor.kept_free(budget),
         fails_in=fails_in,
         budget=budget,
     )
+    know(judged)
+    if fails_in is None or not search:
+        return judged
+    found: list[Plan] = []
+
+    def find(plan: Plan) -> None:
+        found.append(plan)
+        know(msgspec.structs.replace(judged, plans=tuple(found)))
+
+    searched = _Search(predictor, budget, find)
+    return msgspec.structs.replace(judged, plans=tuple(searched.plans()), ways=tuple(searched.ways()))
 
 
 # Where formulas know the model's sizes.
@@ -511,8 +529,9 @@ MOST_GPUS = 1024
 class _Search(Generic[W]):
     """Tries levers alone, then together. The predictor remembers what it predicted."""
 
-    def __init__(self, predictor: Predictor[W, Any], budget: Budget) -> None:
-        self._predictor, self._budget = predictor, budget
+    def __init__(self, predictor: Predictor[W, Any], budget: Budget, find: Callable[[Plan], object]) -> None:
+        """find: is called with each plan when it is found, which may yet be one of more blocks, or too many."""
+        self._predictor, self._budget, self._find = predictor, budget, find
         self._levers = [runs for lever in _levers(predictor.workload) if (runs := self._runnable(lever))]
         best = self._best_group(self._runnable(_groups(predictor.workload)))
         if best is not None:
@@ -531,6 +550,7 @@ class _Search(Generic[W]):
                 changes = self._mildest(levers, sufficient)
                 if changes is not None:
                     sufficient.append(changes)
+                    self._find(self._plan(changes))
             if len(sufficient) >= 2:
                 break
         plans = [self._plan(self._with_most_blocks(changes)) for changes in sufficient]

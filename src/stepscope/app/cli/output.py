@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,7 @@ def stdout_kept_clean() -> Generator[None]:
 
 @contextlib.contextmanager
 def progress() -> Generator[Callable[["Stage"], None]]:
-    """A live line on a terminal; elsewhere one line for each stage that begins."""
+    """A live line on a terminal, below the lines of what lasts; elsewhere one line for each stage that begins."""
     if not sys.stderr.isatty():
         printed: set[str] = set()
 
@@ -168,6 +169,9 @@ def progress() -> Generator[Callable[["Stage"], None]]:
         task = display.add_task("start", total=None, detail="")
 
         def tell(stage: "Stage") -> None:
+            if stage.lasts:
+                warn(stage.name)  # the display moves it above its own line
+                return
             total = None if stage.fraction is None else 1.0
             display.update(
                 task,
@@ -178,6 +182,53 @@ def progress() -> Generator[Callable[["Stage"], None]]:
             )
 
         yield tell
+
+
+@contextlib.contextmanager
+def patient_progress(clock: Callable[[], float] = time.monotonic) -> Generator[Callable[["Stage"], None]]:
+    """Progress of what is mostly over at once: nothing in the first 0.4 s on a terminal. Elsewhere nothing in the first
+    two seconds, and then one stage in two seconds, that which runs by then, and all that lasts.
+
+    clock: what counts as a second; of work in this process alone its own time, so that no other process makes it tell.
+    """
+    import threading
+
+    lasting: list[Stage] = []
+    running: list[Stage] = []
+    over = threading.Event()
+    drawn = sys.stderr.isatty()
+
+    def is_over_in(seconds: float) -> bool:
+        until_s = clock() + seconds
+        while (left_s := until_s - clock()) > 0:
+            if over.wait(left_s):
+                return True
+        return False
+
+    def pass_on() -> None:
+        if is_over_in(0.4 if drawn else 2.0):
+            return
+        with progress() as tell:
+            while True:
+                found = [lasting.pop(0) for _ in lasting[:]]
+                for stage in (*found, *running[:]) if drawn or not found else found:
+                    tell(stage)
+                if is_over_in(0.1 if drawn else 2.0):
+                    return
+
+    def tell(stage: "Stage") -> None:
+        if stage.lasts:
+            lasting.append(stage)
+        else:
+            running[:] = [stage]
+
+    teller = threading.Thread(target=pass_on, daemon=True)
+    teller.start()
+    try:
+        yield tell
+    finally:
+        over.set()
+        teller.join()
 
 
 @contextlib.contextmanager

@@ -1,10 +1,10 @@
 """`fit`: will it fit, and if not, what would make it fit. Nothing is run on real tensors."""
 
-import contextlib
+import functools
 import gc
 import itertools
-import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Unpack
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 import msgspec
 
 from stepscope.app.cli.options import device_names
-from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean
+from stepscope.app.cli.output import Presentation, patient_progress, stdout_kept_clean
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.app.verbs.run import gradients_kept, of_object
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, LimitExceeded, choose, warn
 from stepscope.core.files import json_document
-from stepscope.core.formulas.spelled import cell_name
+from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.model_config import PRESETS, ModelOptions
 from stepscope.core.options import BUDGET, PARALLEL, Option, Rule, spelled_out, verb
 from stepscope.core.parts import Attention
@@ -412,7 +412,9 @@ def command(
         return
     budgets = [budget_of_memory(memory)] if memory is not None else [*map(budget_of_device, device or ())]
     if from_ is not None:
-        fits = _of_run(from_, runs, workloads.options, budgets)
+        with patient_progress() as tell:
+            fits = _of_run(from_, runs, workloads.options, budgets, _Told(tell))
+        _say_if_interrupted()
         _show_table(fits, device or (), runs, save, shown, fail_if_larger)
         return
     mode = next((flag for flag, asked in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)) if asked), None)
@@ -434,11 +436,7 @@ def command(
     if mode is not None and len(steps) > 1:
         raise InputError(f"{mode} looks at one step, and these options name {len(steps)}: give each one value")
     if len(steps) > 1:
-        with _live() as tell:
-            fits = [
-                _predicted(step, budgets, search=False, tell=tell, place=number / len(steps))
-                for number, step in enumerate(steps)
-            ]
+        fits = _predicted_in_turn(steps, budgets)
         _show_table(fits, device or (), runs, save, shown, fail_if_larger)
         return
     _refuse_plot(save)
@@ -447,16 +445,137 @@ def command(
         _list_tensors(step, shown)
         return
     second = None
-    with _live() as tell:
-        fits = _predicted(step, budgets, search=True, tell=tell)
-    if interrupts.received() is not None:
-        warn(f"{interrupts.interruption()}: this is what was known")
+    with patient_progress(_clock_of(steps)) as tell:
+        fits = _predicted(step, budgets, search=True, told=_Told(tell))
+    _say_if_interrupted()
     if fake and isinstance(step, TextbookWorkload):
         from stepscope.engine.fake_module import estimate_by_running
 
         with stdout_kept_clean():
             second = estimate_by_running(step)
     _show(fits, second, runs, shown, fail_if_larger)
+
+
+class _Told:
+    """Says what is tried, and what is known as soon as it is."""
+
+    def __init__(self, tell: Tell) -> None:
+        self.tell = tell
+        self._said: set[str] = set()
+
+    def asked(self, step: Workload, budgets: "Sequence[Budget]") -> None:
+        """Say what is predicted, as far as it is known before the step is made."""
+        if isinstance(step, FactoryWorkload):
+            optimizer = f", {step.optimizer}" if step.optimizer else ""
+            what = f"{step.name} ({step.origin}), {step.dtype}, {step.phase}{optimizer}"
+        else:
+            what = f"{describe_model(step)}, {describe_workload(step)}"
+        into = " and ".join(budget.said for budget in budgets)
+        self._say(f"{what}{f', into {into}' if into else ''}")
+
+    def know(self, fits: "Sequence[AnyFit]") -> None:
+        """Say what is new in the predictions of one step for each budget: verdicts, and plans."""
+        from stepscope.allocations.prediction.answer import verdict
+
+        for fit in fits:
+            if fit.budget is not None:
+                self._say(verdict(fit).text)
+                of = f" into {fit.budget.said}" if len(fits) > 1 else ""
+                for plan in fit.plans:
+                    self._say(f"it fits{of} with {plan.options}: {format_bytes(plan.peak_bytes)}")
+
+    def _say(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self.tell(Stage(name=line, lasts=True))
+
+
+def _predicted(
+    step: Workload, budgets: "Sequence[Budget]", *, search: bool, told: _Told | None = None, place: float | None = None
+) -> "list[AnyFit]":
+    """The prediction of a step for each budget, or of its peak alone where there is none.
+
+    told: is told what is known and tried. place: the share of several steps that is done, of which no more is told.
+    """
+    if told is not None and place is None:
+        told.asked(step, budgets)
+    elif told is not None:
+        told.tell(Stage(name="predicting", detail=cell_name(step), fraction=place))
+    tell = None if told is None else told.tell
+    work_out = functools.partial(_worked_out, step, budgets, search, tell)
+    return _as_far_as_known(work_out, budgets, told if place is None else None)
+
+
+def _as_far_as_known(
+    work_out: Callable[..., "Sequence[AnyFit]"], budgets: "Sequence[Budget]", told: _Told | None
+) -> "list[AnyFit]":
+    """What is worked out by a function that takes `know`; where somebody is told, what was known when a signal came."""
+    known: list[AnyFit] = []
+
+    def know(fits: "Sequence[AnyFit]") -> None:
+        known[:] = fits
+        if told is not None:
+            told.know(fits)
+
+    try:
+        return [*work_out(know=know)]
+    except KeyboardInterrupt:
+        if told is None or len(known) < max(1, len(budgets)):
+            raise
+        return known
+
+
+def _worked_out(
+    step: Workload,
+    budgets: "Sequence[Budget]",
+    search: bool,
+    tell: Tell | None,
+    know: "Callable[[Sequence[AnyFit]], object]",
+) -> "list[AnyFit]":
+    if isinstance(step, FactoryWorkload):
+        from stepscope.questions.fit_apart import fit_apart
+
+        return [*fit_apart(step, budgets, search=search, tell=tell, know=know)]
+    from stepscope.allocations.prediction.fit import SymbolicPredictor, judge
+
+    assert isinstance(step, TextbookWorkload)
+    if tell is not None and search:
+        tell(Stage(name="looking for what would make it fit" if budgets else "predicting"))
+    gc.disable()  # a symbolic step makes a million objects, none of them in a cycle
+    try:
+        predictor = SymbolicPredictor(step)
+        fits: list[AnyFit] = []
+        for budget in budgets or [None]:
+            before = [*fits]
+            fits.append(judge(predictor, budget, search=search, know=lambda fit, before=before: know([*before, fit])))
+        return fits
+    finally:
+        gc.enable()
+
+
+def _predicted_in_turn(steps: Sequence[Workload], budgets: "Sequence[Budget]") -> "list[list[AnyFit]]":
+    """The predictions of several steps; of the first ones, where a signal ends it."""
+    fits: list[list[AnyFit]] = []
+    with patient_progress(_clock_of(steps)) as tell:
+        for number, step in enumerate(steps):
+            try:
+                fits.append(_predicted(step, budgets, search=False, told=_Told(tell), place=number / len(steps)))
+            except KeyboardInterrupt:
+                if not fits:
+                    raise
+            if interrupts.received() is not None:
+                break
+    _say_if_interrupted(f" of {len(steps)} steps")
+    return fits
+
+
+def _clock_of(steps: Sequence[Workload]) -> Callable[[], float]:
+    return time.monotonic if isinstance(steps[0], FactoryWorkload) else time.process_time
+
+
+def _say_if_interrupted(of: str = "") -> None:
+    if interrupts.received() is not None:
+        warn(f"{interrupts.interruption()}: this is what was known{of}")
 
 
 def _moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int) -> "Answer":
@@ -475,7 +594,11 @@ def _moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int) -> 
 
 
 def _of_run(
-    name: str, runs: Path, choices: Mapping[str, tuple[Any, ...]], budgets: "Sequence[Budget]"
+    name: str,
+    runs: Path,
+    choices: Mapping[str, tuple[Any, ...]],
+    budgets: "Sequence[Budget]",
+    told: _Told | None = None,
 ) -> "list[list[AnyFit]]":
     """The predictions of a stored run's step, of every combination of the choices and for each budget: by its workload,
     where that can be made again, by what its watch has traced, or else by what it measured."""
@@ -492,12 +615,18 @@ def _of_run(
         measured = memory is not None and memory.allocated_peak is not None
         if isinstance(step, TextbookWorkload) and step.parallel == NOT_PARALLEL:
             sized = msgspec.structs.replace(step, **changes)
-            fits.append(_predicted(sized, budgets, search=len(several) == 1))
+            fits.append(_predicted(sized, budgets, search=len(several) == 1, told=told if len(several) == 1 else None))
         elif isinstance(step, WatchedWorkload) and (changes or not measured):
+            if told is not None:
+                told.tell(Stage(name=f"loading what run {run.id} has traced"))
             from stepscope.engine.traced_loop import fit_traced
 
             directory = path if path.is_dir() else path.parent
-            fits.append([*fit_traced(run, directory, changes, budgets, search=len(several) == 1)])
+            traced = functools.partial(fit_traced, run, directory, changes, budgets, search=len(several) == 1)
+            if told is None or len(several) > 1:
+                fits.append([*traced()])
+            else:
+                fits.append(_as_far_as_known(functools.partial(traced, tell=told.tell), budgets, told))
         elif others := [name for name in changes if name != "batch_size"]:
             flags = " and ".join(ManyWorkloads({name: choices[name] for name in others}).flags)
             raise InputError(f"run {run.id} answers for another batch or card: give its factory, --module, for {flags}")
@@ -509,39 +638,6 @@ def _of_run(
 def _refuse_plot(save: Path | None) -> None:
     if save is not None:
         raise InputError("--save draws several steps, or belongs to --against: give an option several values")
-
-
-@contextlib.contextmanager
-def _live() -> Generator[Tell | None]:
-    """A line on a terminal that says what is tried; none elsewhere, where only the answer is wanted."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    with progress() as tell:
-        yield tell
-
-
-def _predicted(
-    step: Workload, budgets: "Sequence[Budget]", *, search: bool, tell: Tell | None = None, place: float | None = None
-) -> "list[AnyFit]":
-    """The prediction of a step for each budget, or of its peak alone where there is none.
-
-    place: the share of several steps that is done.
-    """
-    if tell is not None:
-        tell(Stage(name="predicting", detail=cell_name(step), fraction=place))
-    if isinstance(step, FactoryWorkload):
-        from stepscope.questions.fit_apart import fit_apart
-
-        return [*fit_apart(step, budgets, search=search, tell=tell)]
-    from stepscope.allocations.prediction.fit import SymbolicPredictor, judge
-
-    assert isinstance(step, TextbookWorkload)
-    gc.disable()  # a symbolic step makes a million objects, none of them in a cycle
-    predictor = SymbolicPredictor(step)
-    fits: list[AnyFit] = [judge(predictor, budget, search=search) for budget in budgets or [None]]
-    gc.enable()
-    return fits
 
 
 def _those_that_can_be(workloads: ManyWorkloads) -> list[TextbookWorkload]:
@@ -576,7 +672,8 @@ def _show(
     from stepscope.allocations.prediction.answer import answer_fit, answer_second, fit_document
     from stepscope.core.run_directory import FORECASTS_FILE, RUN_FILE
 
-    answers = [answer_fit(fit) for fit in fits]
+    searched = interrupts.received() is None
+    answers = [answer_fit(fit, searched=searched) for fit in fits]
     documents = [{**fit_document(fit, answer), **_over(fit, limit)} for fit, answer in zip(fits, answers, strict=True)]
     if second is not None:
         answers.append(answer_second(fits[0].estimate, second))
