@@ -304,11 +304,21 @@ class Attribution:
         return self.work.with_columns(ended.over(stream, order_by="start_ns").alias("free_ns"))
 
     @cached_property
+    def totals(self) -> pl.DataFrame:
+        """Device time by kind, name and all places of work: calls and duration_ns.
+
+        A million rows have a thousand of them, of which every sum is made.
+        """
+        return self.work.group_by(
+            "kind", "name", "family", "phase", "found_by", "role", "module", "part", "ranged"
+        ).agg(pl.len().cast(pl.Int64).alias("calls"), pl.col("duration_ns").sum())
+
+    @cached_property
     def rows(self) -> pl.DataFrame:
         """Device time by (phase, role, module, family): calls and busy_ns. Rows in no range have `ranged` false."""
         return (
-            self.work.group_by("ranged", "phase", "role", "module", "family")
-            .agg(pl.len().alias("calls"), pl.col("duration_ns").sum().alias("busy_ns"))
+            self.totals.group_by("ranged", "phase", "role", "module", "family")
+            .agg(pl.col("calls").sum(), pl.col("duration_ns").sum().alias("busy_ns"))
             .sort("busy_ns", descending=True)
         )
 
@@ -633,14 +643,15 @@ def _placed(created: pl.DataFrame, places: tuple[Places, Places], threads: pl.Da
     ).unique(["process", "forward_thread", "sequence"])
 
 
+_ROLES = pl.Enum([*PHASES, "communication", GRADIENT_ACCUMULATION, RECOMPUTATION])
 _ROLE = (
     pl.when(pl.col("family") == "communication")
-    .then(pl.lit("communication"))
-    .when(pl.col("_accumulates") | (pl.col("module").cast(pl.String) == GRADIENT_ACCUMULATION))
-    .then(pl.lit(GRADIENT_ACCUMULATION))
-    .when((pl.col("phase") == BACKWARD) & (pl.col("_recomputes") | (pl.col("module").cast(pl.String) == RECOMPUTATION)))
-    .then(pl.lit(RECOMPUTATION))
-    .otherwise(pl.col("phase").cast(pl.String))
+    .then(pl.lit("communication", _ROLES))
+    .when(pl.col("_accumulates") | (pl.col("module") == GRADIENT_ACCUMULATION))
+    .then(pl.lit(GRADIENT_ACCUMULATION, _ROLES))
+    .when((pl.col("phase") == BACKWARD) & (pl.col("_recomputes") | (pl.col("module") == RECOMPUTATION)))
+    .then(pl.lit(RECOMPUTATION, _ROLES))
+    .otherwise(pl.col("phase").cast(_ROLES))
     .alias("role")
 )
 """The purpose of the work: communication, gradient accumulation, recomputation, or its phase."""

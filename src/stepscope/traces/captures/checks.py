@@ -465,7 +465,7 @@ def products_by_unit(summary: TraceSummary) -> Finding | None:
     """A finding on the units that ran fp32 products: CUDA cores instead of Tensor Cores, or TF32 instead of fp32."""
     convolution = pl.col("family") == "convolution"
     products = (
-        summary.attribution.kernels.filter((pl.col("family") == GEMM) | convolution)
+        summary.attribution.totals.filter((pl.col("family") == GEMM) | convolution)
         .group_by("name")
         .agg(pl.col("duration_ns").sum())
         .with_columns(pl.col("name").cast(pl.String))

@@ -45,6 +45,7 @@ from stepscope.traces.kernels.families import is_generated
 from stepscope.traces.kernels.names import decode
 from stepscope.traces.nesting import is_one_value, union
 from stepscope.traces.roofline import Roofline, roofline
+from stepscope.traces.table import COPIES, KIND
 
 # The critical path of one step: the chain of device work, launches and host time that its end waited for.
 #
@@ -409,17 +410,10 @@ class TraceSummary:
 
     @cached_property
     def _kernels(self) -> pl.DataFrame:
-        return self.attribution.kernels.select(
-            "name",
-            "family",
-            "module",
-            "part",
-            "role",
-            "duration_ns",
-            "kind",
-            "found_by",
-            pl.col("phase").cast(pl.String).fill_null(OUTSIDE).alias("phase"),
-        )
+        """The totals of kernels, whole graphs and operators, in phases or outside."""
+        return self.attribution.totals.filter(
+            ~pl.col("kind").is_in(pl.Series(COPIES, dtype=KIND).implode())
+        ).with_columns(pl.col("phase").cast(pl.String).fill_null(OUTSIDE))
 
     @cached_property
     def phase_names(self) -> list[str]:
@@ -434,12 +428,12 @@ class TraceSummary:
     @property
     def kernel_count(self) -> int:
         """The number of kernels (on a CPU: operators) in the capture, without whole graphs."""
-        return int((self.attribution.kernels["kind"] != "graph").sum())
+        return int(self._kernels.filter(pl.col("kind") != "graph")["calls"].sum())
 
     @property
     def busy_ns(self) -> int:
         """The sum of the durations of all kernels and of graphs recorded as a whole."""
-        return int(self.attribution.kernels["duration_ns"].sum())
+        return int(self._kernels["duration_ns"].sum())
 
     @property
     def union_ns(self) -> int:
@@ -455,7 +449,7 @@ class TraceSummary:
     @property
     def unattributed_ns(self) -> int:
         """The kernel time outside all named ranges."""
-        return int(self.attribution.kernels.filter(~pl.col("ranged"))["duration_ns"].sum())
+        return int(self._kernels.filter(~pl.col("ranged"))["duration_ns"].sum())
 
     @property
     def copies(self) -> tuple[int, int]:
@@ -474,10 +468,10 @@ class TraceSummary:
             row["phase"]: row
             for row in self._kernels.group_by("phase")
             .agg(
-                (pl.col("kind") != "graph").sum().alias("kernels"),
+                pl.col("calls").filter(pl.col("kind") != "graph").sum().alias("kernels"),
                 pl.col("duration_ns").sum().alias("busy"),
                 pl.col("duration_ns").filter(is_gemm).sum().alias("gemm"),
-                first_pass.sum().alias("products"),
+                pl.col("calls").filter(first_pass).sum().alias("products"),
             )
             .iter_rows(named=True)
         }
@@ -555,7 +549,7 @@ class TraceSummary:
     def _by_family(self, kernels: pl.DataFrame) -> pl.DataFrame:
         return (
             kernels.group_by("family", "phase")
-            .agg((pl.len() / self.steps).alias("calls"), (pl.col("duration_ns").sum() / self.steps).alias("busy_ns"))
+            .agg(pl.col("calls").sum() / self.steps, (pl.col("duration_ns").sum() / self.steps).alias("busy_ns"))
             .with_columns(pl.col("family").cast(pl.String))
             .sort("busy_ns", "family", "phase", descending=[True, False, False])
         )
@@ -587,7 +581,7 @@ class TraceSummary:
         """The longest kernels by name, the longest first. `total`: the nanoseconds of a share of 1."""
         rows = (
             kernels.group_by("name", "family")
-            .agg(pl.len().alias("calls"), pl.col("duration_ns").sum().alias("busy_ns"))
+            .agg(pl.col("calls").sum(), pl.col("duration_ns").sum().alias("busy_ns"))
             .with_columns(pl.col("name").cast(pl.String))
             .sort(["busy_ns", "name"], descending=[True, False])
             .head(top)
