@@ -247,7 +247,13 @@ def fits(names: pl.Series, pattern: str, but_not: str | None = None) -> pl.Serie
     chosen = text.str.contains(pattern)
     if but_not is not None:
         chosen &= ~text.str.contains(but_not)
-    return names.is_in(distinct.filter(chosen).implode())
+    if distinct.dtype != pl.Categorical:
+        return names.is_in(distinct.filter(chosen).implode())
+    # Categories are numbered: whether each number fits is looked up by it.
+    numbers = distinct.to_physical()
+    fitting = pl.Series([False]).new_from_index(0, (cast("int", numbers.max()) if len(numbers) else 0) + 1)
+    fitting.scatter(numbers.filter(chosen), values=True)
+    return fitting.gather(names.to_physical()).alias(names.name)
 
 
 def named(frame: pl.DataFrame, pattern: str, but_not: str | None = None) -> pl.DataFrame:

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import polars as pl
 
@@ -26,7 +26,7 @@ from stepscope.core.range_names import (
     STEP,
 )
 from stepscope.traces.kernels.families import FAMILIES, classify
-from stepscope.traces.nesting import Nest, by_thread, lasting, numbered, open_rows, union
+from stepscope.traces.nesting import Nest, by_thread, lasting, numbered, open_rows, renumbered, union
 from stepscope.traces.table import COPIES, KIND, TraceTable, fits, named
 
 # A lookup of the innermost named range open on a thread at a moment, among up to a million ranges.
@@ -482,14 +482,16 @@ def _modules(candidates: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame)
     """The module ranges: those that enclose no step or phase, unlike "epoch" and "train"."""
     outer: set[str] = set()
     for (track, _, _), inner in _on_threads(few, threads).group_by("track", "what", "phase"):
-        outer |= _enclosing(candidates, candidates["track"] == track, inner.sort("start_ns", "duration_ns"))
+        shortest_ns = cast("int", inner["duration_ns"].min())
+        may_hold = candidates.filter((pl.col("track") == track) & (pl.col("duration_ns") >= shortest_ns))
+        outer |= _enclosing(may_hold, inner.sort("start_ns", "duration_ns"))
     if not outer:
         return Places(candidates)
     return Places(candidates.filter(~_is_named(sorted(outer))))
 
 
-def _enclosing(candidates: pl.DataFrame, chosen: pl.Series, inner: pl.DataFrame) -> set[str]:
-    """The names of the chosen candidates that enclose a range of `inner` and are longer than it.
+def _enclosing(candidates: pl.DataFrame, inner: pl.DataFrame) -> set[str]:
+    """The names of the candidates that enclose a range of `inner` and are longer than it.
 
     `inner` has ranges of one kind, sorted by start and length. On a clock of microseconds a phase's first module may
     begin together with the phase, and does not enclose it.
@@ -503,7 +505,7 @@ def _enclosing(candidates: pl.DataFrame, chosen: pl.Series, inner: pl.DataFrame)
     shortest = ends.gather(together.clip(upper_bound=last))
     soonest = ends.reverse().cum_min().reverse().gather(later.clip(upper_bound=last))
     holds = ((together < later) & (shortest < end_ns)) | ((later <= last) & (soonest <= end_ns))
-    return set(candidates["name"].filter(chosen & holds).unique().to_list())
+    return set(candidates["name"].filter(holds).unique().to_list())
 
 
 def _on_threads(frame: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
@@ -514,11 +516,8 @@ def _on_threads(frame: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
     processes = dict(zip(threads["thread"].to_list(), threads["process"].to_list(), strict=True))
     tracks.pop(None, None)
     processes.pop(None, None)
-    thread = pl.col("thread")
-    return frame.with_columns(thread.replace_strict(tracks, default=None, return_dtype=pl.Int64).alias("track")).filter(
-        pl.col("track").is_not_null()
-        & (pl.col("process") == thread.replace_strict(processes, default=None, return_dtype=pl.Int64))
-    )
+    track, process = renumbered(frame["thread"], tracks), renumbered(frame["thread"], processes)
+    return frame.with_columns(track.alias("track")).filter(track.is_not_null() & (frame["process"] == process))
 
 
 def _phase(work: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> pl.Series:

@@ -539,7 +539,8 @@ def phases_span_threads(summary: TraceSummary) -> Finding | None:
     """A finding on kernels launched from another thread than their range's, as autograd does in backward."""
     attribution = summary.attribution
     table = attribution.table
-    backward = attribution.kernels.filter(pl.col("phase") == BACKWARD)
+    columns = ["phase", "process", "launch_thread", "duration_ns"]
+    backward = attribution.kernels.select(columns).filter(pl.col("phase") == BACKWARD)
     if not backward.height or table.on_cpu:
         return None
     marking = [name for name in table.ranges["name"].unique().to_list() if phase_of(name) == BACKWARD]

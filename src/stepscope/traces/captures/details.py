@@ -390,21 +390,18 @@ def queues(attribution: Attribution) -> tuple[Queue, ...]:
 
 
 def _queue(device: int, work: pl.DataFrame) -> Queue:
+    launched, started = (
+        work[column].sort().alias("at_ns").to_frame().with_columns(pl.lit(change, pl.Int8).alias("change"))
+        for column, change in (("launch_ns", 1), ("start_ns", -1))
+    )
     changes = (
-        pl.concat(
-            [
-                work.select(pl.col("launch_ns").alias("at_ns"), pl.lit(1, pl.Int64).alias("change")),
-                work.select(pl.col("start_ns").alias("at_ns"), pl.lit(-1, pl.Int64).alias("change")),
-            ]
-        )
-        .sort("at_ns")
-        .with_columns(pl.col("change").cum_sum().alias("length"))
+        launched.merge_sorted(started, "at_ns")
+        .select("at_ns", pl.col("change").cast(pl.Int64).cum_sum().alias("length"))
         .filter(pl.col("at_ns").ne_missing(pl.col("at_ns").shift(-1)))  # what follows from all changes of a moment
         .with_columns((pl.col("at_ns").shift(-1) - pl.col("at_ns")).fill_null(0).alias("lasts_ns"))
     )
     area = (changes["length"] * changes["lasts_ns"]).cum_sum()
-    moments = changes["at_ns"].to_list()
-    first, last = moments[0], moments[-1]
+    first, last = changes["at_ns"][0], changes["at_ns"][-1]
     span_ns, waited_ns = last - first, int((work["start_ns"] - work["launch_ns"]).sum())
     empty_ns = int(changes.filter(pl.col("length") == 0)["lasts_ns"].sum())
     longest, median = changes["length"].max(), (work["start_ns"] - work["launch_ns"]).median()
