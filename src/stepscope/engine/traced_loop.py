@@ -15,6 +15,7 @@ import math
 import os
 import pickle
 import sys
+import threading
 import time
 import types
 import weakref
@@ -412,6 +413,10 @@ _SAMPLES = (7, 2, 11)
 """Samples in the micro-batches that are traced besides the loop's own."""
 
 
+_INTERRUPTED = "it was interrupted while its model was traced"
+_SAID_AFTER_S = 2.0
+
+
 def trace(sketch: Sketch, workload: WatchedWorkload) -> Traced:
     """Trace the loop's step, in its own precision and in others that its parameters may have. Where that fails, the
     result says why."""
@@ -437,7 +442,7 @@ def trace(sketch: Sketch, workload: WatchedWorkload) -> Traced:
                     raise
                 left[dtype] = str(error)
     except KeyboardInterrupt:
-        return Traced(why_not="it was interrupted while its model was traced")
+        return Traced(why_not=_INTERRUPTED)
     except Exception as error:  # whatever the user's model does on fake tensors
         return Traced(why_not=named_line(error, 200))
     finally:
@@ -612,14 +617,32 @@ def _solved(powers: Sequence[Sequence[int]], nbytes: Sequence[int]) -> list[Frac
     return factors if all(one == other for one, other in zip(made, nbytes, strict=True)) else None
 
 
-def keep_traced(sketch: Sketch | None, run: Run | None, directory: Path | None) -> None:
-    """Trace a loop's step, and keep what is known beside its run, or why nothing is. Without a run nothing is
-    traced."""
+def keep_traced(
+    sketch: Sketch | None, run: Run | None, directory: Path | None, say: Callable[[str], object] = lambda _: None
+) -> None:
+    """Trace a loop's step, and keep what is known beside its run, or why nothing is. Without a run nothing is traced.
+
+    say: is called with what is done, where it takes long; then SIGINT leaves it out.
+    """
     if sketch is None or run is None or directory is None or not isinstance(run.workload, WatchedWorkload):
         return
-    traced = trace(sketch, run.workload)
+    what = "tracing the loop on fake tensors, so that stepscope fit --from can answer for other sizes"
+    said = threading.Timer(_SAID_AFTER_S, say, [f"{what}; Ctrl-C leaves it out"])
+    said.daemon = True
+    if sketch.why_not is None and not run.workload.rank:
+        with contextlib.suppress(RuntimeError):  # no thread begins when Python ends
+            said.start()
+    try:
+        traced = trace(sketch, run.workload)
+    finally:
+        said.cancel()
     with contextlib.suppress(OSError):  # the run itself is kept, or its place was said
         (directory / TRACED_FILE).write_bytes(zlib.compress(msgspec.json.encode(traced)))
+    if traced.why_not == _INTERRUPTED:
+        memory = run.evidence.memory
+        measured = memory is not None and memory.allocated_peak is not None
+        knows = "knows what was measured at its own sizes only" if measured else "knows nothing of it"
+        say(f"not traced, since it was interrupted: the run is kept, and stepscope fit --from {knows}")
 
 
 def read_traced(directory: Path) -> Traced:

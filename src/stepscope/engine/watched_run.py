@@ -589,7 +589,7 @@ class WatchedRun:
     def trace(self) -> None:
         """Trace the loop's step for predictions, and keep that beside the run."""
         sketch, self._sketch = self._sketch, None
-        keep_traced(sketch, self.run, self.directory)
+        keep_traced(sketch, self.run, self.directory, self._say)
 
     def _why_nothing(self) -> str:
         if self.watch.optimizer_stepped or self._draft is not None:

@@ -328,6 +328,38 @@ def test_ctrl_c_is_the_scripts_own_and_what_was_measured_is_kept(tmp_path: Path)
     assert run.status == "interrupted" and run.samples["step"].count > 10
 
 
+@pytest.mark.slow
+def test_ctrl_c_leaves_out_a_trace_that_takes_long_and_nothing_else(tmp_path: Path):
+    """The model of its loop does not come to an end on fake tensors."""
+    ending = """
+    import time
+    class Slow(nn.Linear):
+        def forward(self, x):
+            time.sleep(60 if type(x).__name__ == "FakeTensor" else 0)
+            return super().forward(x).square().mean()
+    model = Slow(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(8):
+        model(torch.randn(4, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sys.exit(3)
+    """
+    script = written(tmp_path, HEAD, ending)
+    command = [sys.executable, "-m", "stepscope", "watch", "--steps", "3:6", "--runs", tmp_path / "runs", script]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said: list[str] = []
+        for line in process.stderr:
+            said.append(line)
+            if "Ctrl-C leaves it out" in line:
+                process.send_signal(signal.SIGINT)
+    assert process.returncode == 3 and only_run(tmp_path / "runs").status == "done"
+    assert any(line.startswith("Saved in") for line in said[:-2])
+    tracing, not_traced = said[-2:]
+    assert tracing.startswith("stepscope: tracing the loop") and not_traced.startswith("stepscope: not traced, since")
+
+
 @pytest.mark.long
 def test_the_scripts_own_handlers_stand(tmp_path: Path):
     ending = """

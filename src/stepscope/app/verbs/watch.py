@@ -173,6 +173,11 @@ def _run(program: Program, request: WatchRequest) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         watching.finish(ended)
+        if before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # which leaves the rest out
+        watching.trace()
+    except KeyboardInterrupt:  # when it was over
+        pass
     finally:
         signal.signal(signal.SIGINT, before)
     _end_as(ended, reported=True)
@@ -222,10 +227,14 @@ class _Watching:
                 answer = answer_run(run, str(watched.saved_in) if watched.saved_in is not None else None)
                 lead = tuple(Line(line, "strong") for line in first_lines(run, directory))
                 show(msgspec.structs.replace(answer, lead=(*lead, *answer.lead)), self._stream)
-            if run is not None:
-                watched.trace()
         except Exception as error:  # The process must end as the script ended, even if its run cannot be shown.
             self._say(f"what was measured cannot be shown: {one_line(error)}")
+
+    def trace(self) -> None:
+        """Trace the loop's step, if it was measured."""
+        if self._watched is not None:
+            with contextlib.suppress(Exception):  # as where the run is shown: all that counts is kept already
+                self._watched.trace()
 
     def _say(self, line: str) -> None:
         if self._line is not None:
