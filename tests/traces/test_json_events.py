@@ -120,7 +120,7 @@ def test_any_layout_gives_the_same_events(
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small texts have many blocks."""
     monkeypatch.setattr(json_events, "BLOCK_BYTES", 200)
-    monkeypatch.setattr(json_events, "_TAIL_BYTES", 100)
+    monkeypatch.setattr(json_events, "_TAIL_BYTES", (50, 100))
 
 
 def numbered(count: int) -> list[Event]:

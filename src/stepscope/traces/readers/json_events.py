@@ -20,7 +20,8 @@ from stepscope.core.profilers import with_texts_escaped
 
 T = TypeVar("T")
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 4 << 20
+"""Blocks of twice the size cost more: caches hold neither their text nor their events."""
 EVENT_LIMIT_BYTES = 64 << 20
 """The most bytes of an event. No profiler's comes near, so a larger one is broken or hostile."""
 _SUSPICIOUS_BYTES, _SUSPICIOUS_RATIO = 64 << 20, 150
@@ -42,7 +43,8 @@ UNESCAPED, CONTROL = "texts with quotes or backslashes that are not escaped", "t
 _DEEPEST = 500
 """The most brackets within brackets; Python's JSON gives up at a thousand."""
 _GUESSES = 3
-_TAIL_BYTES = 1 << 18
+_TAIL_BYTES = 1 << 14, 1 << 18
+"""How far from its end a block is searched for the end of an event: mostly the former, and else the latter."""
 
 
 def is_bomb(packed_bytes: int, unpacked_bytes: int) -> bool:
@@ -212,11 +214,14 @@ def _blocks(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[lis
 
 def _at_a_guess(buffer: bytes, decode: Callable[[bytes], list[T]]) -> tuple[int | None, list[T] | None]:
     """Where the buffer may be cut, and the events before; None and None where all guesses fail."""
-    tail = max(0, len(buffer) - _TAIL_BYTES)
-    ends = [match.start() + 1 for match in _BETWEEN_EVENTS.finditer(buffer, tail)]
+    ends: list[int] = []
+    for tail in _TAIL_BYTES:
+        ends = [match.start() + 1 for match in _BETWEEN_EVENTS.finditer(buffer, max(0, len(buffer) - tail))]
+        if len(ends) >= _GUESSES:
+            break
     for end in ends[: -_GUESSES - 1 : -1]:  # ends of whole events, as the text suggests, the last first
         try:
-            return end, decode(b"[" + buffer[:end] + b"]")
+            return end, decode(b"".join((b"[", memoryview(buffer)[:end], b"]")))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
     return None, None

@@ -3,10 +3,9 @@
 Device events do not say their process, and name their device as `pid` and stream as `tid`; `args` repeats both.
 """
 
-import operator
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from functools import partial
@@ -43,11 +42,15 @@ def nanoseconds(name: str, times: list[Any], per_unit: int) -> pl.Series:
         if kinds <= {int, float}:
             whole = float not in kinds
             values = pl.Series(name, times, dtype=pl.Int64 if whole else pl.Float64, strict=whole)
-            largest = max(abs(Decimal(values.min() or 0)), abs(Decimal(values.max() or 0)))  # type: ignore[arg-type]
+            least, largest = (Decimal(each or 0) for each in (values.min(), values.max()))  # type: ignore[arg-type]
+            largest = max(-least, largest)
             # Among floats, large integers would lose nanoseconds.
             if largest * per_unit < _LARGEST_NS and (len(kinds) < 2 or largest < EXACT_BELOW_US):
                 if whole:
                     return values * per_unit
+                if least >= 0:  # casts cut, and no expression is planned for each block; a NaN has no cast
+                    floor = values.cast(pl.Int64)
+                    return floor * per_unit + ((values - floor) * per_unit + 0.5).cast(pl.Int64)
                 if values.is_finite().all():
                     floor = values.floor()  # apart, since the product would round once more
                     return floor.cast(pl.Int64) * per_unit + ((values - floor) * per_unit).round().cast(pl.Int64)
@@ -155,7 +158,8 @@ def decode_block(text: bytes) -> list[Event]:
     """The events of a block; their times as decimals where doubles so large would lose nanoseconds."""
     try:
         events = _decode(text)
-        if any(type(event.ts) is float and event.ts >= EXACT_BELOW_US for event in events):
+        latest = pl.Series([event.ts for event in events], dtype=pl.Float64, strict=False).max() or 0
+        if latest >= EXACT_BELOW_US and any(type(event.ts) is float and event.ts >= EXACT_BELOW_US for event in events):  # type: ignore[operator]
             return _decode_exact(text)  # type: ignore[return-value]
         return events
     except msgspec.ValidationError:
@@ -184,13 +188,17 @@ def _tightened(text: msgspec.Raw) -> Event:
         ph=str(event.ph),
         cat=event.cat if isinstance(event.cat, str) else None,
         name=event.name if isinstance(event.name, str | int | float) else str(event.name)[:_LONGEST_NAME],
-        pid=event.pid if isinstance(event.pid, str | int | float) else None,
-        tid=event.tid if isinstance(event.tid, str | int | float) else None,
+        pid=_place(event.pid),
+        tid=_place(event.tid),
         ts=_decimal(event.ts),  # type: ignore[arg-type]
         dur=_decimal(event.dur),  # type: ignore[arg-type]
-        id=event.id if isinstance(event.id, int | str) else None,
+        id=place if isinstance(place := _place(event.id), int | str) else None,
         args=Arguments(**arguments),  # type: ignore[arg-type]
     )
+
+
+def _place(value: object) -> int | str | float | None:
+    return str(value) if isinstance(value, bool) else value if isinstance(value, str | int | float) else None
 
 
 def _decimal(text: msgspec.Raw) -> Decimal | None:
@@ -259,13 +267,21 @@ def read_kineto(path: Path) -> table.TraceTable:
     return reader.table()
 
 
+class _Numbers(dict[object, int]):
+    """A number for each text, in the order of their first use."""
+
+    def __missing__(self, text: object) -> int:
+        self[text] = number = len(self)
+        return number
+
+
 class _Reader:
     """Collects frames block by block; text is stored once for each distinct value."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._parts: dict[str, list[pl.DataFrame]] = defaultdict(list)
-        self._texts: dict[str, int] = {}
+        self._texts = _Numbers()
         self._other: dict[str, int] = defaultdict(int)
         self._names: dict[str, int] = {}
         self._threads: dict[tuple[int, int], str] = {}
@@ -327,9 +343,7 @@ class _Reader:
             return
         figures = {"device": "memory_of", table.ALLOCATED: "allocated", table.RESERVED: "reserved"}
         columns = [
-            pl.Series(
-                name, [_within(getattr(event.args, of, None), 2**62, 1 - 2**62) for event in memory], dtype=pl.Int64
-            )
+            _within(name, [getattr(event.args, of, None) for event in memory], pl.Int64, 2**62, 1 - 2**62)
             for name, of in figures.items()
         ]
         events = pl.DataFrame([self._times(memory, "memory events")[0], self._host(memory)[0], *columns])
@@ -352,29 +366,26 @@ class _Reader:
     def _take_work(self, kind: str, group: list[Event]) -> None:
         arguments = [event.args or NO_ARGUMENTS for event in group]
         if kind == "kernel":
-            occupancy = [_within(each.occupancy, 2**31) for each in arguments]
             details = [
-                self._text("grid", (bytes(each.grid) for each in arguments)),
-                self._text("block", (bytes(each.block) for each in arguments)),
-                pl.Series("registers", [_within(each.registers, 2**31) for each in arguments], dtype=pl.Int32),
-                pl.Series("occupancy", occupancy, dtype=pl.Float32, strict=False),
+                self._text("grid", [bytes(each.grid) for each in arguments]),
+                self._text("block", [bytes(each.block) for each in arguments]),
+                _within("registers", [each.registers for each in arguments], pl.Int32, 2**31),
+                _within("occupancy", [each.occupancy for each in arguments], pl.Float32, 2**31),
             ]
         else:
-            details = [pl.Series("bytes", [_within(each.copied, 2**62) for each in arguments], dtype=pl.Int64)]
-        self._parts["work"].append(
-            pl.DataFrame(
-                [
-                    *self._times(group, table.WORK),
-                    _integers("device", (each.device for each in arguments), group, "pid"),
-                    _integers("stream", (each.stream for each in arguments), group, "tid"),
-                    pl.Series("kind", [kind], dtype=table.KIND).new_from_index(0, len(group)),
-                    self._text("name", (event.name for event in group)),
-                    pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
-                    *self._columns(arguments, "correlation", "external", "graph_node"),
-                    *details,
-                ]
-            )
-        )
+            details = [_within("bytes", [each.copied for each in arguments], pl.Int64, 2**62)]
+        frame = [
+            *self._times(group, table.WORK),
+            _integers("device", [each.device for each in arguments], group, "pid"),
+            _integers("stream", [each.stream for each in arguments], group, "tid"),
+            pl.Series("kind", [kind], dtype=table.KIND).new_from_index(0, len(group)),
+            self._text("name", [event.name for event in group]),
+            pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
+            *self._ids(arguments),
+            self._column("graph_node", [each.graph_node for each in arguments]),
+            *details,
+        ]
+        self._parts["work"].append(pl.DataFrame(frame))
         self._take_collectives(group)
 
     def _take_collectives(self, group: list[Event]) -> None:
@@ -384,54 +395,66 @@ class _Reader:
             return
         arguments = [event.args or NO_ARGUMENTS for event in events]
         start, _ = self._times(events, "collectives")
-        whole = ("correlation", "group_size", "elements_in", "elements_out", "collective_sequence")
+        whole = ("group_size", "elements_in", "elements_out", "collective_sequence")
         texts = {
             name: [bytes(getattr(each, name)).decode("utf-8", "replace").strip('"') for each in arguments]
             for name in ("collective", "group", "dtype")
         }
-        columns = [*self._columns(arguments, *whole), *(self._text(name, values) for name, values in texts.items())]
+        columns = [
+            self._ids(arguments)[0],
+            *(self._column(name, [getattr(each, name) for each in arguments]) for name in whole),
+            *(self._text(name, values) for name, values in texts.items()),
+        ]
         rows = pl.DataFrame([start, *self._host(events), *columns])
         self._parts["collectives"].append(rows.rename({"collective_sequence": "sequence"}))
 
     def _take_calls(self, group: list[Event]) -> None:
         arguments = [event.args or NO_ARGUMENTS for event in group]
-        self._keep("calls", group, table.CALLS, *self._columns(arguments, "correlation", "external"))
+        self._keep("calls", group, self._numbers(group), table.CALLS, *self._ids(arguments))
 
     def _take_operators(self, group: list[Event]) -> None:
-        old = {name for name in {event.name for event in group} if str(name).startswith(_ANNOTATIONS)}
+        numbers = self._numbers(group)
+        texts = list(self._texts)
+        names = {number: str(texts[number]) for number in set(numbers)}
+        old = {number for number, name in names.items() if name.startswith(_ANNOTATIONS)}
         if old:
-            self._take_ranges([event for event in group if event.name in old])
-            group = [event for event in group if event.name not in old]
+            self._take_ranges([event for event, number in zip(group, numbers, strict=True) if number in old])
+            group = [event for event, number in zip(group, numbers, strict=True) if number not in old]
+            numbers = [number for number in numbers if number not in old]
         arguments = [event.args or NO_ARGUMENTS for event in group]
         untold = self._text("", [b""]).new_from_index(0, len(group))
         shapes, dtypes, values = (untold.alias(name) for name in ("shapes", "dtypes", "values"))
         if any(each.shapes or each.shapes_old or each.dtypes for each in arguments):
-            shapes = self._text("shapes", (bytes(each.shapes) or bytes(each.shapes_old) for each in arguments))
-            dtypes = self._text("dtypes", (bytes(each.dtypes) for each in arguments))
-        by_values = {
-            name for name in {event.name for event in group} if isinstance(name, str) and BY_VALUES.search(name)
-        }
+            shapes = self._text("shapes", [bytes(each.shapes) or bytes(each.shapes_old) for each in arguments])
+            dtypes = self._text("dtypes", [bytes(each.dtypes) for each in arguments])
+        by_values = {number for number, name in names.items() if BY_VALUES.search(name)}
         if by_values:
             # Few events are of such operators: to look at each one's values took as long as its shapes.
-            places = [at for at, event in enumerate(group) if event.name in by_values and arguments[at].values]
-            values = values.scatter(places, self._text("values", (bytes(arguments[at].values) for at in places)))
-        ids = self._columns(arguments, "external", "sequence", "forward_thread")
-        self._keep("operators", group, table.OPERATORS, *ids, shapes, dtypes, values)
-        if any(event.name == _COLLECTIVE for event in group):
+            places = [at for at, number in enumerate(numbers) if number in by_values and arguments[at].values]
+            values = values.scatter(places, self._text("values", [bytes(arguments[at].values) for at in places]))
+        _, external = self._ids(arguments)
+        sequence = self._column("sequence", [each.sequence for each in arguments])
+        forward = self._column("forward_thread", [each.forward_thread for each in arguments])
+        if forward.null_count():
+            forward = self._or_older(forward, [each.forward_thread_old for each in arguments])
+        columns = [external, sequence, forward, shapes, dtypes, values]
+        self._keep("operators", group, numbers, table.OPERATORS, *columns)
+        if _COLLECTIVE in names.values():
             self._take_collectives(group)
 
     def _take_ranges(self, group: list[Event]) -> None:
-        self._keep("ranges", group, table.RANGES, pl.Series("nested", [True]).new_from_index(0, len(group)))
+        nested = pl.Series("nested", [True]).new_from_index(0, len(group))
+        self._keep("ranges", group, self._numbers(group), table.RANGES, nested)
 
-    def _keep(self, kind: str, group: list[Event], what: str, *columns: pl.Series) -> None:
+    def _keep(self, kind: str, group: list[Event], names: list[int], what: str, *columns: pl.Series) -> None:
         """Keep the times, places and names of events on the host, with these columns."""
-        name = self._text("name", (event.name for event in group))
+        name = pl.Series("name", names, dtype=pl.UInt32)
         self._parts[kind].append(pl.DataFrame([*self._times(group, what), *self._host(group), name, *columns]))
 
     def _take_arrows(self, kind: str, group: list[Event], *, begins: bool) -> None:
         start, _ = self._times(group, "arrows")
         end = pl.Series("begins", [begins]).new_from_index(0, len(group))
-        ids = self._column("id", self._identities([event.id for event in group]))
+        ids = self._places("id", [event.id for event in group])
         self._parts[kind].append(pl.DataFrame([ids, start, *self._host(group), end]))
 
     def _times(self, group: list[Event], what: str) -> tuple[pl.Series, pl.Series]:
@@ -449,26 +472,34 @@ class _Reader:
 
     def _host(self, group: list[Event]) -> tuple[pl.Series, pl.Series]:
         return (
-            self._column("process", self._identities([event.pid for event in group])),
-            self._column("thread", self._identities([event.tid for event in group])),
+            self._places("process", [event.pid for event in group]),
+            self._places("thread", [event.tid for event in group]),
         )
 
-    def _identities(self, values: list[Any]) -> list[Any]:
-        return values if set(map(type, values)) == {int} else [self._identity(value) for value in values]
+    def _places(self, name: str, values: list[Any]) -> pl.Series:
+        """A column of processes, threads or arrows."""
+        with suppress(*_UNREADABLE):
+            places = pl.Series(name, values, dtype=pl.Int64)
+            if not places.null_count():
+                return places
+        return self._column(name, [self._identity(value) for value in values])
 
     def _identity(self, value: object) -> int:
         """The number of a process, thread or arrow, as a number or as text; words get negative numbers of their own."""
         number = whole_number(value)
         return -2 - self._names.setdefault(str(value), len(self._names)) if number is None else number
 
-    def _columns(self, arguments: list[Arguments], *names: str) -> Iterator[pl.Series]:
-        """The numbers of these names or, where there are none, of their older spelling."""
-        for name in names:
-            values: list[int | None] = list(map(operator.attrgetter(name), arguments))
-            if None in values and (old := f"{name}_old") in Arguments.__struct_fields__:
-                older = map(operator.attrgetter(old), arguments)
-                values = [otherwise if value is None else value for value, otherwise in zip(values, older, strict=True)]
-            yield self._column(name, values)
+    def _ids(self, arguments: list[Arguments]) -> tuple[pl.Series, pl.Series]:
+        """The columns correlation and external."""
+        external = self._column("external", [each.external for each in arguments])
+        if external.null_count():
+            external = self._or_older(external, [each.external_old for each in arguments])
+        return self._column("correlation", [each.correlation for each in arguments]), external
+
+    def _or_older(self, numbers: pl.Series, older: list[int | None]) -> pl.Series:
+        """The numbers, or where there are none those of an older spelling."""
+        column = self._column(numbers.name, older)
+        return numbers if column.null_count() == len(column) else numbers.zip_with(numbers.is_not_null(), column)
 
     def _column(self, name: str, values: list[Any]) -> pl.Series:
         """A column of ids and counts. Those of more than 63 bits wrap, so that equal ones stay equal."""
@@ -480,8 +511,11 @@ class _Reader:
 
     def _text(self, name: str, values: Iterable[object]) -> pl.Series:
         """Numbers that stand for texts until `table` looks each text up once, so that it is stored once."""
-        texts = self._texts
-        return pl.Series(name, [texts.setdefault(value, len(texts)) for value in values], dtype=pl.UInt32)  # type: ignore[arg-type]
+        return pl.Series(name, list(map(self._texts.__getitem__, values)), dtype=pl.UInt32)
+
+    def _numbers(self, group: list[Event]) -> list[int]:
+        """The numbers that stand for the names."""
+        return list(map(self._texts.__getitem__, [event.name for event in group]))
 
     def table(self) -> table.TraceTable:
         if not any(self._parts[kind] for kind in ("work", "operators", "calls")):
@@ -548,8 +582,12 @@ class _Reader:
         return None
 
 
-def _integers(name: str, values: Iterable[int | None], group: list[Event], otherwise: str) -> pl.Series:
+def _integers(name: str, values: list[int | None], group: list[Event], otherwise: str) -> pl.Series:
     """A number from the arguments, or from where the event itself holds it; -1 where neither does."""
+    with suppress(*_UNREADABLE):
+        column = pl.Series(name, values, dtype=pl.Int64)
+        if not column.null_count():
+            return column
     numbers: list[int] = []
     for value, event in zip(values, group, strict=True):
         number = whole_number(getattr(event, otherwise)) if value is None else value
@@ -557,9 +595,12 @@ def _integers(name: str, values: Iterable[int | None], group: list[Event], other
     return pl.Series(name, numbers, dtype=pl.Int64)
 
 
-def _within(value: float | None, limit: int, least: int = 0) -> float | None:
-    """A count from the arguments; null where it is damaged: no time depends on it."""
-    return value if value is not None and least <= value < limit else None
+def _within(
+    name: str, values: Sequence[float | None], dtype: type[pl.DataType], limit: int, least: int = 0
+) -> pl.Series:
+    """A column of counts from the arguments; null where one is damaged: no time depends on it."""
+    kept = [value if value is not None and least <= value < limit else None for value in values]
+    return pl.Series(name, kept, dtype=dtype, strict=False)
 
 
 def _readable(text: object) -> str:
