@@ -138,11 +138,16 @@ _ONE_ZERO = ("fnuz", "two's complement")
 
 
 def _format(
-    name: str, exponent_bits: int, significand_bits: int, stored_bits: int, *, top: Top = "infinities",
+    name: str,
+    exponent_bits: int,
+    significand_bits: int,
+    stored_bits: int,
+    *,
+    top: Top = "infinities",
     bias: int | None = None,
-) -> FloatFormat:  # fmt: skip
-    """The format of so many bits."""
-    bias = 2 ** (exponent_bits - 1) - 1 if bias is None else bias
+) -> FloatFormat:
+    """The format of so many bits. bias: the usual one of so many bits of exponent, where it is None."""
+    bias = int(2 ** (exponent_bits - 1)) - 1 if bias is None else bias
     has_infinity = top == "infinities"
     largest_exponent = 2**exponent_bits - 1 - bias - (top in ("infinities", "scale"))
     smallest_exponent = -bias if top == "scale" else 1 - bias

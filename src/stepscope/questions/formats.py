@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from stepscope.core.answer import Answer, Cell, Finding, Table, note
 from stepscope.core.errors import InputError
-from stepscope.core.figures import digits
+from stepscope.core.figures import Figure, digits
 from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS, BlockFormat, FloatFormat
 from stepscope.core.options import DEVICES, MEASURING, NUMBERS, Option
 from stepscope.questions.question import Question
@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     import torch
 
 EIGHT_BITS = {
-    "fp8-e5m2": "float8_e5m2", "fp8-e4m3": "float8_e4m3fn",
-    "fp8-e5m2fnuz": "float8_e5m2fnuz", "fp8-e4m3fnuz": "float8_e4m3fnuz",
-}  # fmt: skip
+    "fp8-e5m2": "float8_e5m2",
+    "fp8-e4m3": "float8_e4m3fn",
+    "fp8-e5m2fnuz": "float8_e5m2fnuz",
+    "fp8-e4m3fnuz": "float8_e4m3fnuz",
+}
 """The dtypes of PyTorch with 8 bits, by the format."""
 OUTLIER = "100"
 """The number in a block of normal ones where none is asked about."""
@@ -182,6 +184,10 @@ def _error(values: "torch.Tensor", rounded: "torch.Tensor") -> float:
     return float(100 * (rounded.double() - values).norm() / values.double().norm())
 
 
+_QUOTED = ("mxfp8", "mxfp4", "nvfp4")
+"""The formats of blocks that the sentence is about."""
+
+
 def _in_a_block(value: str, number: float) -> tuple[Table, Finding]:
     """What a number becomes in a block of normal ones, and what it does to them."""
     import torch
@@ -189,6 +195,7 @@ def _in_a_block(value: str, number: float) -> tuple[Table, Finding]:
     from stepscope.training.scaled_products import round_blocks
 
     rows: list[tuple[Cell, ...]] = []
+    named: dict[str, Figure] = {}
     for form in BLOCK_FORMATS.values():
         count = form.size or 128
         normal = [statistics.NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
@@ -197,17 +204,23 @@ def _in_a_block(value: str, number: float) -> tuple[Table, Finding]:
         rounded = round_blocks(beside, form)
         others, kept = beside[:, 1:], rounded[:, 1:]
         without = round_blocks(plain, form)[:, 1:]
-        lost = (digits(float(100 * ((part == 0) & (others != 0)).double().mean())) for part in (kept, without))
+        lost = [digits(float(100 * ((part == 0) & (others != 0)).double().mean())) for part in (kept, without)]
         errors = (digits(_error(others, part)) if part.isfinite().all() else math.nan for part in (kept, without))
         rows.append((form.name, float(rounded[0, 0]), *lost, *errors))
+        if form.name in _QUOTED:
+            named[form.name] = lost[0]
     columns = (
-        "format", "becomes", "others that vanish, %", "without it, %", "error of the others, %", "error without it, %",
-    )  # fmt: skip
-    named = {str(row[0]): row[2] for row in rows if row[0] in ("mxfp8", "mxfp4", "nvfp4")}
+        "format",
+        "becomes",
+        "others that vanish, %",
+        "without it, %",
+        "error of the others, %",
+        "error without it, %",
+    )
     does = f"lets {', '.join(f'{lost} % in {name}' for name, lost in named.items())} of the others vanish"
     if not math.isfinite(number):
         does = "makes NaN of all others"
-    found = note("in-a-block", f"{value.strip()} in a block of normal numbers {does}.", dict(named))
+    found = note("in-a-block", f"{value.strip()} in a block of normal numbers {does}.", {**named})
     return Table(title=f"A block of normal numbers with {value} in it", columns=columns, rows=tuple(rows)), found
 
 
@@ -329,9 +342,12 @@ def _which_convention(conventions: dict[str, str], device: "torch.device") -> Fi
 
 
 _LOST = {
-    _NOTHING: "has no code in", "vanishes": "vanishes in", "overflows": "overflows in", "becomes NaN": "becomes NaN in",
+    _NOTHING: "has no code in",
+    "vanishes": "vanishes in",
+    "overflows": "overflows in",
+    "becomes NaN": "becomes NaN in",
     "cut off at the largest": "is cut off in",
-}  # fmt: skip
+}
 
 
 def _lost(value: str, number: float, exact: Fraction | None) -> list[Finding]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.errors import InputError, warn
+from stepscope.core.float_formats import BLOCK_FORMATS
 from stepscope.core.model_config import PRESETS, configure
 from stepscope.core.options import MEASURING, MODEL, NUMBERS, TRAINING, WORKLOAD, Option, completed, refuse_beside
 from stepscope.core.workloads import is_configuration
@@ -31,6 +32,7 @@ _FUNCTIONS = {
     "quality": "stepscope.questions.quality:study_own_quality",
     "parity": "stepscope.questions.parity:study_parity",
     "shadow": "stepscope.questions.shadow:study_shadow",
+    "shadow in blocks": "stepscope.questions.shadow:study_block_shadow",
 }
 """The place of each study's function."""
 
@@ -306,22 +308,34 @@ PARITY = Question(
 )
 
 
-# One step, with each module alone in 16 bits.
+# One step, with each module alone in 16 bits, or in blocks of fewer.
 
 
-To = Annotated[str, Option("The precision that one module at a time gets.", WORKLOAD, choices=("bf16", "fp16"))]
+To = Annotated[
+    tuple[str, ...],
+    Option(
+        "The precision that one module at a time gets; or formats of blocks for products of linear layers.",
+        WORKLOAD,
+        choices=("bf16", "fp16", *BLOCK_FORMATS),
+    ),
+]
 
 
-def shadow(tell: Tell, *, step: OneModel, to: To = "bf16", device: str) -> Answer:
+def shadow(tell: Tell, *, step: OneModel, to: To = ("bf16",), device: str) -> Answer:
     """Which module's precision matters: the step again with one module at a time in 16 bits, ranked by the error that
-    this makes in the gradients, beside run-to-run noise."""
-    return step.answer("shadow", tell, to=to, device=device)
+    this makes in the gradients, beside run-to-run noise. Of blocks: which format, recipe, product, layer."""
+    if len(to) == 1 and to[0] not in BLOCK_FORMATS:
+        return step.answer("shadow", tell, to=to[0], device=device)
+    wide = [name for name in to if name not in BLOCK_FORMATS]
+    if wide:
+        raise InputError(f"--to {','.join(to)}: {wide[0]} is no format of blocks, so it stands alone: ask twice")
+    return step.answer("shadow in blocks", tell, to=to, device=device)
 
 
 SHADOW = Question(
     "shadow",
     shadow,
-    examples=("--module train.py:make --arg width=64", "--model tiny --to fp16 --save shadow.svg"),
+    examples=("--module train.py:make --arg width=64", "--model tiny --to mxfp8,nvfp4 --save shadow.svg"),
     defaults={"model": "tiny", "batch_size": "4", "seq_len": "64"},
 )
 

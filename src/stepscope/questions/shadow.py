@@ -1,5 +1,7 @@
 """Which module's precision the gradients depend on: one step, again from the same weights, batch and random state, with
-each module alone in 16 bits, ranked by how far this moves the gradients, beside how far the step again moves them.
+each module alone in 16 bits, ranked by how far this moves the gradients, beside how far the step again moves them. Or
+in a format of blocks: each linear layer's products alone, and all at once by several recipes, beside the noise of the
+batch.
 """
 
 import contextlib
@@ -18,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table, note, warning
 from stepscope.core.errors import InputError, StepscopeError, choose
 from stepscope.core.figures import digits
+from stepscope.core.float_formats import BlockFormat, block_format
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import FORWARD
 from stepscope.questions import replays
@@ -26,6 +29,7 @@ from stepscope.questions.replays import Distance, Subject, share
 from stepscope.questions.steps import folded, one_step_of
 from stepscope.recording.environment import resolve_device
 from stepscope.recording.step import Recorder
+from stepscope.training.scaled_products import PRODUCTS, Product, Recipe, block_products
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
 from stepscope.training.user_module.user_code import user_errors
 
@@ -603,3 +607,266 @@ def _panel(ranking: Ranking) -> Panel:
         points.append(Point(line="error", name=each.part.name, y=each.error if known else 0.0, missing=missing))
     title = f"error of the gradients with it alone in {ranking.to}, relative"
     return Panel(x_title="", y_title=title, points=tuple(points[:_MOST_BARS]), kind="bars", y_log=True)
+
+
+# What the gradients lose where the products of linear layers take operands in blocks of few bits.
+
+
+RECIPES, BY_PRODUCT, BY_LAYER = (
+    "Recipes, all layers at once",
+    "Products, all layers at once",
+    "Linear layers, each alone",
+)
+"""Titles of the tables."""
+_PRODUCT_NAMES: dict[Product, str] = {"forward": "forward", "input": "input's gradient", "weight": "weight's gradient"}
+_RECIPES: dict[str, dict[str, Any]] = {
+    "nearest": {},
+    "scales rounded up": {"rule": "up"},
+    "gradients by chance": {"stochastic": True},
+    "rotated": {"rotate": True},
+    "first and last layers left": {},
+    "by chance, rotated, first and last left": {"stochastic": True, "rotate": True},
+}
+"""The recipes by name, and how they differ from the first; those that name first and last layers leave them alone."""
+
+
+@dataclass(eq=False)
+class BlockLoss:
+    """What operands lose in blocks, counted over the products of a step."""
+
+    form: BlockFormat
+    _counts: Tensor | None = None
+
+    def seen(self, before: Tensor, after: Tensor) -> None:
+        """Count an operand (rows, K): elements that were not zero, and of them those that are now; their blocks."""
+        there, gone = before != 0, (before != 0) & (after == 0)
+        size = self.form.size or before.shape[1]
+        in_blocks = [
+            nn.functional.pad(each, (0, -each.shape[1] % size)).reshape(-1, size).any(1).sum() for each in (there, gone)
+        ]
+        counts = torch.stack([there.sum(), gone.sum(), *in_blocks]).double()
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The share of the elements that become zero, and of the blocks in which one does."""
+        if self._counts is None:
+            return 0.0, 0.0
+        there, gone, blocks, losing = self._counts.tolist()
+        return gone / max(1, there), losing / max(1, blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRun:
+    """How far a step is moved by operands in blocks, and what they lost."""
+
+    off: Distance
+    shares: tuple[float, float]
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        return digits(self.off.gradients), *(digits(100 * each) for each in self.shares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLayer:
+    """Linear layers that differ in a number alone, in one format."""
+
+    name: str
+    paths: Sequence[str]
+    whole: BlockRun
+    apart: Sequence[BlockRun]
+    """With one product at a time, in the order of PRODUCTS."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockResults:
+    """What was seen of one format."""
+
+    form: str
+    recipes: Mapping[str, BlockRun]
+    products: Mapping[Product, BlockRun]
+    layers: Sequence[BlockLayer]
+    """The one that moves the gradients farthest first."""
+
+
+class BlockReplay:
+    """A step that runs again from one state, each time with other products in blocks."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self._step = subject, subject.step()
+        replays.without_dropout(self._step.model)
+        self._buffers = [(buffer, buffer.clone()) for buffer in self._step.model.buffers()]
+        self.paths: dict[str, None] = {}
+        self._given = self._run(self.paths.setdefault)
+        if not self.paths:
+            raise InputError(f"{subject.name} has no linear layer: there are no products to take in blocks")
+        if not self._given.is_finite:
+            raise InputError(
+                f"{self._given.not_finite} of the step of {subject.name} is not finite: give another batch"
+            )
+        self.noise = self._noise()
+
+    def _noise(self) -> float | None:
+        """How far half of the batch moves the gradients, as another batch would; None where it cannot be cut."""
+        try:
+            halves = self.subject.step(accumulation=2)
+            replays.without_dropout(halves.model)
+            half = replays.run_step(halves, self.subject.seed, weights=(1.0, 0.0))
+        except StepscopeError:
+            return None
+        return replays.distance(half, self._given).gradients
+
+    def _run(self, recipe_of: Callable[[str], Recipe | None]) -> replays.StepResult:
+        with torch.no_grad():
+            for buffer, kept in self._buffers:
+                buffer.copy_(kept)
+        with user_errors(self.subject.name), block_products(self._step.model, recipe_of):
+            return replays.run_step(self._step, self.subject.seed)
+
+    def with_blocks(self, paths: Sequence[str], form: BlockFormat, **changes: Any) -> BlockRun:
+        """The step with these layers' products in blocks. changes: of the recipe."""
+        loss = BlockLoss(form)
+        recipe = Recipe(form=form, seen=loss.seen, **changes)
+        result = self._run(lambda path: recipe if path in paths else None)
+        return BlockRun(off=replays.distance(result, self._given), shares=loss.shares)
+
+    def results(self, form: BlockFormat) -> BlockResults:
+        """All layers by each recipe and each product, and layers alone."""
+        paths = list(self.paths)
+        between = [path for path in paths if path not in first_and_last(paths)]
+        groups: dict[str, list[str]] = {}
+        for path in paths:
+            groups.setdefault(folded(path), []).append(path)
+
+        def layer(name: str, paths: Sequence[str]) -> BlockLayer:
+            apart = [self.with_blocks(paths, form, products=(product,)) for product in PRODUCTS]
+            return BlockLayer(name=name, paths=paths, whole=self.with_blocks(paths, form), apart=apart)
+
+        return BlockResults(
+            form=form.name,
+            recipes={
+                name: self.with_blocks(between if "last" in name else paths, form, **changes)
+                for name, changes in _RECIPES.items()
+                if "rule" not in changes or form.powers_of_two
+            },
+            products={product: self.with_blocks(paths, form, products=(product,)) for product in PRODUCTS},
+            layers=sorted(
+                (layer(name, each) for name, each in groups.items()),
+                key=lambda each: each.whole.off.gradients,
+                reverse=True,
+            ),
+        )
+
+
+def first_and_last(paths: Sequence[str]) -> set[str]:
+    """Of linear layers those outside of numbered ones, and those in the first and the last; without numbers, the first
+    and the last of all."""
+    numbers = {path: next((int(part) for part in path.split(".") if part.isdigit()), None) for path in paths}
+    known = [number for number in numbers.values() if number is not None]
+    if not known:
+        return {paths[0], paths[-1]}
+    return {path for path, number in numbers.items() if number in (None, min(known), max(known))}
+
+
+def study_block_shadow(
+    *,
+    to: Sequence[str],
+    model: ModelConfig | None = None,
+    batch_size: int = 4,
+    seq_len: int = 64,
+    seed: int = 0,
+    factory: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    device: str = "auto",
+    tell: Callable[[str, float], None] | None = None,
+) -> Answer:
+    """Say what the gradients of a step lose where the products of its linear layers take operands in these formats of
+    blocks: by recipe, by product and by layer. They are simulated.
+
+    The other arguments are those of `study_shadow`. Raises InputError where there are no such layers.
+    """
+    forms = [block_format(name) for name in dict.fromkeys(to)]
+    on, report = resolve_device(device), replays.patient(tell)
+    workload = one_step_of(factory, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    results: list[BlockResults] = []
+    with torch.random.fork_rng([on] if on.type == "cuda" else []):
+        replay = BlockReplay(Subject(workload, on))
+        for i, form in enumerate(forms):
+            report(form.name, i / len(forms))
+            results.append(replay.results(form))
+    noise = replay.noise
+    settings: dict[str, Cell] = {**workload.named, "seed": seed, "to": ", ".join(form.name for form in forms)}
+    settings["noise of the batch"] = "unknown: the batch cannot be cut" if noise is None else digits(noise)
+    return computed_answer(
+        on,
+        study="shadow",
+        question=f"What do the gradients of {replay.subject.name} lose with products in blocks of few bits?",
+        settings=settings,
+        tables=_block_tables(results, noise),
+        panels=(_block_panel(results),),
+        findings=[_block_finding(each, noise) for each in results],
+    )
+
+
+_LOST = ("gradients off by", "elements that vanish, %", "blocks that lose one, %")
+
+
+def _block_tables(results: Sequence[BlockResults], noise: float | None) -> list[Table]:
+    recipes: list[tuple[Cell, ...]] = []
+    products: list[tuple[Cell, ...]] = []
+    layers: list[tuple[Cell, ...]] = []
+    for of in results:
+        for name, run in of.recipes.items():
+            over = run.off.gradients / noise if noise else None
+            recipes.append((of.form, name, digits(run.off.loss), *run.cells, digits(over)))
+        products += [(of.form, _PRODUCT_NAMES[product], *run.cells) for product, run in of.products.items()]
+        for each in of.layers:
+            verdict = "" if noise is None else "above noise" if each.whole.off.gradients > noise else "within noise"
+            apart = (digits(one.off.gradients) for one in each.apart)
+            layers.append((of.form, each.name, len(each.paths), *each.whole.cells, *apart, verdict))
+    alone = (f"by {_PRODUCT_NAMES[product]}" for product in PRODUCTS)
+    return [
+        Table(title=RECIPES, columns=("format", "recipe", "loss off by", *_LOST, "over noise"), rows=tuple(recipes)),
+        Table(title=BY_PRODUCT, columns=("format", "product", *_LOST), rows=tuple(products)),
+        Table(title=BY_LAYER, columns=("format", "layer", "modules", *_LOST, *alone, "verdict"), rows=tuple(layers)),
+    ]
+
+
+def _block_panel(results: Sequence[BlockResults]) -> Panel:
+    points = [
+        Point(line=of.form, name=each.name, y=each.whole.off.gradients)
+        for of in results
+        for each in of.layers
+        if each.whole.off.gradients > 0
+    ]
+    title = "error of the gradients with it alone in the format, relative"
+    return Panel(x_title="", y_title=title, points=tuple(points), kind="bars", y_log=True)
+
+
+def _block_finding(of: BlockResults, noise: float | None) -> Finding:
+    """What a format costs, by which product and which layer; and which recipe costs least."""
+    plain, first = of.recipes["nearest"], of.layers[0]
+    name = min(of.recipes, key=lambda recipe: of.recipes[recipe].off.gradients)
+    best = of.recipes[name].off.gradients
+    most = max(PRODUCTS, key=lambda product: of.products[product].off.gradients)
+    times = f", {plain.off.gradients / noise:.3g} times what half of the batch does" if noise else ""
+    less = f"`{name}` moves them least: by {share(best)}."
+    return note(
+        "shadow-blocks",
+        f"In {of.form} the products of all linear layers move the gradients by {share(plain.off.gradients)}{times}: "
+        f"the {_PRODUCT_NAMES[most]} alone by {share(of.products[most].off.gradients)}, and of the layers "
+        f"`{first.name}` by {share(first.whole.off.gradients)}. Of the operands' elements {share(plain.shares[0])} "
+        f"vanish, in {share(plain.shares[1])} of the blocks. "
+        + ("No other recipe moves them less." if name == "nearest" else f"Of the recipes {less}"),
+        {
+            "format": of.form,
+            "gradients_off": plain.off.gradients,
+            "noise": noise,
+            "layer": first.name,
+            "product": most,
+            "vanish": plain.shares[0],
+            "recipe": name,
+            "recipe_off": best,
+        },
+    )

@@ -21,16 +21,19 @@ Below stand the formats of blocks (core/float_formats.py), simulated: operands a
 which fp32 holds, and multiplied in fp32. Products of MX and NVFP4 themselves need a GPU of NVIDIA's Blackwell.
 """
 
+import contextlib
 import functools
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from stepscope.core.attention_support import triton_fault
 from stepscope.core.errors import InputError
@@ -249,7 +252,7 @@ def round_blocks(
 
 def _tiles(values: Tensor, form: BlockFormat, weight: bool) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The values in fp32 as (tiles of rows, rows, tiles, elements), filled up with zeros; and the way back."""
-    matrix = values.float().reshape(-1, values.shape[-1])
+    matrix = values.float().reshape(-1, values.shape[-1]).contiguous()
     rows, columns = matrix.shape
     high = (form.rows or rows) if weight or form.square else 1
     wide = form.size or columns
@@ -263,9 +266,14 @@ def _tiles(values: Tensor, form: BlockFormat, weight: bool) -> tuple[Tensor, Cal
 
 
 def _round_tiles(
-    tiles: Tensor, *, form: BlockFormat, element: FloatFormat, of_tensor: Tensor | None, rule: ScaleRule,
+    tiles: Tensor,
+    *,
+    form: BlockFormat,
+    element: FloatFormat,
+    of_tensor: Tensor | None,
+    rule: ScaleRule,
     stochastic: bool,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     largest = tiles.abs().amax((1, 3), keepdim=True)
     if form.powers_of_two:
         return _by_powers(tiles, largest, element, rule, stochastic)
@@ -304,3 +312,137 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     exponent = exponent.clamp(-_FIRST_EXPONENT, _FIRST_EXPONENT)
     # 2^-127 is subnormal in fp32: half of its smallest normal number.
     return ((exponent + _FIRST_EXPONENT) << 23).clamp_(min=1 << 22).view(torch.float32)
+
+
+# Linear layers whose three products take such operands, whoever wrote the model.
+
+
+Product = Literal["forward", "input", "weight"]
+PRODUCTS: tuple[Product, ...] = ("forward", "input", "weight")
+"""The products of a layer: y = x w^T, dx = dy w, and dw = dy^T x."""
+
+_ROTATED = 16
+"""Numbers that a rotation mixes (arXiv:2509.25149, section 4.2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How the products of a linear layer take operands in blocks, each along the dimension that is summed over.
+
+    An operand of two products is rounded for each, from the numbers that it has, as hardware rounds what it turns.
+    """
+
+    form: BlockFormat
+    products: tuple[Product, ...] = PRODUCTS
+    """The others are as they were."""
+    rule: ScaleRule = "floor"
+    stochastic: bool = False
+    """Whether gradients are rounded by chance."""
+    rotate: bool = False
+    """Whether a random Hadamard matrix turns both operands of the weight's gradient, whose product undoes it."""
+    seen: Callable[[Tensor, Tensor], None] | None = None
+    """Is told each operand (rows, K), before and after."""
+
+    def rounded(self, operand: Tensor, *, weight: bool = False, gradient: bool = False) -> Tensor:
+        """An operand (rows, K) in blocks along K, in fp32."""
+        by_chance = self.stochastic and gradient
+        result = round_blocks(operand, self.form, weight=weight, rule=self.rule, stochastic=by_chance)
+        if self.seen is not None:
+            self.seen(operand, result)
+        return result
+
+
+@contextlib.contextmanager
+def block_products(model: nn.Module, recipe_of: Callable[[str], Recipe | None]) -> Iterator[None]:
+    """While open, the linear layers of a model's forward multiply by the recipe of their module, by its path; where
+    that is None, as they are. Their backward does so, too, also later.
+
+    Linear are `F.linear`, and `torch.addmm` with a parameter; products of other operators stay as they are.
+    """
+    running: list[str] = []
+
+    def leave(*_: object) -> None:
+        running.pop()
+
+    with contextlib.ExitStack() as stack:
+        for path, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(_Linears(lambda: recipe_of(running[-1] if running else "")))
+        yield
+
+
+class _Linears(TorchFunctionMode):
+    def __init__(self, recipe: Callable[[], Recipe | None]) -> None:
+        super().__init__()
+        self._recipe = recipe
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        linear = func is F.linear
+        if linear or (func is torch.addmm and len(args) == 3 and isinstance(args[2], nn.Parameter) and not kwargs):
+            recipe = self._recipe()
+            if recipe is not None:
+                if linear:
+                    return _linear(recipe, *args, **kwargs)
+                return _linear(recipe, args[1], args[2].t(), args[0])
+        return func(*args, **kwargs)
+
+
+def _linear(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    device = input.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    rows = input.reshape(-1, input.shape[-1]).to(dtype)
+    product: Tensor = _BlockProducts.apply(rows, weight.to(dtype), recipe)  # pyright: ignore[reportAssignmentType]
+    product = product.view(*input.shape[:-1], weight.shape[0])
+    return product if bias is None else product + bias.to(dtype)
+
+
+class _BlockProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Recipe) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.recipe = recipe
+        if "forward" in recipe.products:
+            return _in_fp32(recipe.rounded(x), recipe.rounded(weight, weight=True), x.dtype)
+        return _in_fp32(x, weight, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (x, weight), recipe, dy = ctx.saved_tensors, ctx.recipe, gradients[0]
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            left, right = dy, weight.t()
+            if "input" in recipe.products:
+                left, right = recipe.rounded(left, gradient=True), recipe.rounded(right, weight=True)
+            dx = _in_fp32(left, right, x.dtype)
+        if ctx.needs_input_grad[1]:
+            left, right = dy.t(), x.t()
+            if "weight" in recipe.products:
+                if recipe.rotate:
+                    left, right = _rotated(left, right)
+                left, right = recipe.rounded(left, gradient=True), recipe.rounded(right)
+            dw = _in_fp32(left, right, weight.dtype)
+        return dx, dw, None
+
+
+def _in_fp32(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a (R, K) b^T, of b (N, K), as (R, N) in a dtype, added up in fp32."""
+    with torch.autocast(a.device.type, enabled=False):
+        return (a.float() @ b.float().t()).to(dtype)
+
+
+def _rotated(*operands: Tensor) -> list[Tensor]:
+    """Operands (rows, K), filled up with zeros, with every 16 numbers of a row turned by one orthogonal matrix."""
+    step = torch.ones(1, 1, device=operands[0].device)
+    while len(step) < _ROTATED:
+        step = torch.cat([torch.cat([step, step], 1), torch.cat([step, -step], 1)])
+    signs = torch.randint(2, (_ROTATED, 1), device=step.device) * 2 - 1
+    turn = step * signs / math.sqrt(_ROTATED)
+    turned: list[Tensor] = []
+    for operand in operands:
+        filled = F.pad(operand.float(), (0, -operand.shape[1] % _ROTATED)).contiguous()
+        turned.append(_in_fp32(filled.view(-1, _ROTATED), turn.t(), torch.float32).view(filled.shape))
+    return turned

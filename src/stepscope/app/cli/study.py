@@ -33,7 +33,8 @@ class _Studies(Verbs):
         ),
         "formats": (
             "stepscope.questions.formats:QUESTION",
-            "Range, precision and largest integer of every floating format, from its bits.",
+            "Range, precision and codes of every number format, from its bits; and what formats of blocks make of a "
+            "block.",
         ),
         "accumulation": (
             "stepscope.questions.accumulation:QUESTION",
@@ -74,7 +75,8 @@ class _Studies(Verbs):
         "shadow": (
             "stepscope.questions.one_model:SHADOW",
             "Which module's precision matters: the step again with one module at a time in 16 bits, ranked by the "
-            "error that this makes in the gradients, beside run-to-run noise.",
+            "error that this makes in the gradients, beside run-to-run noise. Of blocks: which format, recipe, "
+            "product, layer.",
         ),
         "speed": (
             "stepscope.questions.speed:QUESTION",

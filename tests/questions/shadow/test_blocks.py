@@ -1,0 +1,91 @@
+"""Products in blocks of few bits: each operand along the dimension that is summed over, and what a step then loses."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepscope.core.errors import InputError
+from stepscope.core.float_formats import BLOCK_FORMATS
+from stepscope.core.model_config import configure
+from stepscope.questions.one_model import OneModel, shadow
+from stepscope.questions.shadow import BY_LAYER, BY_PRODUCT, RECIPES, first_and_last, study_block_shadow
+from stepscope.training.scaled_products import PRODUCTS, Product, Recipe, block_products, round_blocks
+
+SMALL = configure("tiny", d_model=32, d_ff=64, layers=3, heads=2, vocabulary=101)
+NVFP4, MXFP4 = BLOCK_FORMATS["nvfp4"], BLOCK_FORMATS["mxfp4"]
+
+
+def three(recipe: Recipe | None, *, bias: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The output of a linear layer, both gradients, and the gradient of the output."""
+    torch.manual_seed(0)
+    layer, x = nn.Linear(48, 40, bias=bias), torch.randn(2, 36, 48, requires_grad=True)
+    with block_products(layer, lambda path: recipe if path == "" else None):
+        y = layer(x)
+    dy = torch.randn(y.shape)
+    y.backward(dy)
+    assert x.grad is not None and layer.weight.grad is not None
+    return y.detach(), x.grad, layer.weight.grad, dy
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_each_product_has_its_operands_in_blocks_along_what_it_sums_over(product: Product):
+    torch.manual_seed(0)
+    layer, x = nn.Linear(48, 40, bias=False), torch.randn(2, 36, 48).view(72, 48)
+    weight = layer.weight.detach()
+    y, dx, dw, dy = three(Recipe(form=NVFP4, products=(product,)))
+    of_x, of_w, of_dy = x, weight, dy.view(72, 40)
+    expected = {
+        "forward": lambda: round_blocks(of_x, NVFP4) @ round_blocks(of_w, NVFP4).t(),
+        "input": lambda: round_blocks(of_dy, NVFP4) @ round_blocks(of_w.t(), NVFP4).t(),
+        "weight": lambda: round_blocks(of_dy.t(), NVFP4) @ round_blocks(of_x.t(), NVFP4).t(),
+    }[product]()
+    made: dict[Product, Tensor] = {"forward": y, "input": dx, "weight": dw}
+    assert torch.equal(made.pop(product).view(expected.shape), expected)
+    plain = three(None)
+    for other, result in made.items():
+        torch.testing.assert_close(result, plain[PRODUCTS.index(other)])
+
+
+def test_a_rotation_is_undone_by_its_product_and_spreads_an_outlier():
+    exact = three(None, bias=True)[2]
+    wide = BLOCK_FORMATS["mxint8"]
+    assert (three(Recipe(form=wide, rotate=True), bias=True)[2] - exact).norm() < 0.02 * exact.norm()
+    assert not torch.equal(three(Recipe(form=MXFP4, rotate=True))[2], three(Recipe(form=MXFP4))[2])
+
+
+def test_autocast_gives_its_dtype_and_other_layers_stay():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    x = torch.randn(4, 32)
+    with block_products(model, lambda path: Recipe(form=MXFP4) if path == "1" else None):
+        first = model[0](x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(x).dtype == torch.bfloat16
+    assert torch.equal(first, model[0](x))
+
+
+def test_first_and_last_layers():
+    layers = [f"blocks.{i}.attention.query" for i in range(4)]
+    assert first_and_last([*layers, "head"]) == {layers[0], layers[3], "head"}
+    assert first_and_last(["up", "middle", "down"]) == {"up", "down"}
+
+
+def test_what_a_step_loses_by_recipe_product_and_layer():
+    answer = study_block_shadow(to=("mxfp4", "mxfp8"), model=SMALL, seq_len=32, device="cpu")
+    recipes = {(row[0], row[1]): row for row in answer.table(RECIPES).rows}
+    errors = {key: float(str(row[3])) for key, row in recipes.items()}
+    assert errors["mxfp8", "nearest"] < errors["mxfp4", "nearest"] / 2
+    assert errors["mxfp4", "first and last layers left"] < errors["mxfp4", "nearest"]
+    products = {(row[0], row[1]): float(str(row[2])) for row in answer.table(BY_PRODUCT).rows}
+    assert all(0 < each < errors["mxfp4", "nearest"] * 1.5 for each in products.values())
+    layers = answer.table(BY_LAYER).rows
+    assert {row[1] for row in layers} >= {"head", "blocks.*.feed_forward.down"} and len(layers) == 16
+    by_size = [float(str(row[3])) for row in layers if row[0] == "mxfp4"]
+    assert by_size == sorted(by_size, reverse=True)
+    assert [finding.kind for finding in answer.findings] == ["shadow-blocks", "shadow-blocks"]
+
+
+def test_a_model_without_linear_layers_and_a_mix_of_formats_are_refused():
+    with pytest.raises(InputError, match="has no linear layer"):
+        study_block_shadow(to=("mxfp4",), factory="tests.questions.shadow.planted:make_two", device="cpu")
+    with pytest.raises(InputError, match="bf16 is no format of blocks, so it stands alone"):
+        shadow(lambda _stage: None, step=OneModel(), to=("mxfp4", "bf16"), device="cpu")
