@@ -38,7 +38,7 @@ from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserMode
 from stepscope.engine.request import Stage, Tell
 from stepscope.recording import fake_memory
 from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend
-from stepscope.recording.held_tensors import optimizer_tensors
+from stepscope.recording.held_tensors import model_tensors, optimizer_tensors
 from stepscope.recording.step import Phase, Recorder, drive
 from stepscope.training.optimizer import updated_by
 from stepscope.training.scaled_products import cast_as_on_a_gpu
@@ -199,7 +199,8 @@ def make_fake_step(workload: TextbookWorkload) -> TrainingStep:
 
 def label_residents(step: AssembledStep, watch: fake_memory.FakeMemory, *, on_host: bool = True) -> None:
     """Name what lives on between steps. on_host: the optimizer's counts of steps are on the host."""
-    watch.label([*step.model.parameters(), *step.model.buffers()], "parameters")
+    for category, _, tensor in model_tensors(step.model):
+        watch.label([tensor], category)
     watch.label([tensor for batch in step.batches for _, tensor in step.named_tensors(batch)], "inputs")
     fused = step.workload.optimizer == "adamw-fused"
     names = {id(parameter): name for name, parameter in step.model.named_parameters()}
@@ -434,7 +435,7 @@ def watch_module(
         fake = dataclasses.replace(fake, batches=[*fake.batches[rotation:], *fake.batches[:rotation]])
         modes.enter_context(watch)
         watch.hold(fake.whole.parameters())
-        watch.hold(fake.whole.buffers())
+        watch.hold(tensor for _, _, tensor in model_tensors(fake.whole))  # buffers, and what quantised weights need
         # The CPU refuses choices that change none of its tensors, or that were applied already.
         dtype = "fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype
         step = ModuleStep(fake, msgspec.structs.replace(workload, dtype=dtype), _CPU)
@@ -550,7 +551,8 @@ def _on_fake_tensors(
     def faked_once(leaf: Tensor) -> Any:
         if id(leaf) not in fakes:
             real.append(leaf)
-            if leaf.is_floating_point() or leaf.is_complex() or leaf.nbytes > fake_memory.LARGEST_REAL:
+            weight = isinstance(leaf, nn.Parameter)  # quantised ones hold integers
+            if weight or leaf.is_floating_point() or leaf.is_complex() or leaf.nbytes > fake_memory.LARGEST_REAL:
                 fakes[id(leaf)] = faked(leaf)
             else:
                 with unset_fake_temporarily():

@@ -55,25 +55,37 @@ class AsOnCuda(TorchFunctionMode):
 
     @contextlib.contextmanager
     def throughout(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Enter the mode in each forward of these modules, in backward too: a checkpoint runs its module again there,
-        and autograd's engine leaves every mode of this kind.
+        """Enter the mode in each forward of these modules, and in backward: a checkpoint runs a part of forward again
+        there. PyTorch takes a mode off while it handles `Tensor.backward`, and autograd's engine has the modes of its
+        caller.
         """
-        entered: list[bool] = []
+        entered: list[contextlib.ExitStack] = []
+        run_engine: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
         def enter(*_: object) -> None:
-            entered.append(self not in _get_current_function_mode_stack())
-            if entered[-1]:
-                self.__enter__()
+            entered.append(self._entered())
 
         def leave(*_: object) -> None:
-            if entered.pop():
-                self.__exit__(None, None, None)
+            entered.pop().close()
+
+        def run_inside(*args: Any, **kwargs: Any) -> Any:
+            with self._entered():
+                return run_engine(*args, **kwargs)
 
         with _asked_of_cuda(), contextlib.ExitStack() as undo:
             for module in modules:
                 undo.callback(module.register_forward_pre_hook(enter).remove)
                 undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+            undo.callback(setattr, torch.autograd, "_engine_run_backward", run_engine)
+            torch.autograd._engine_run_backward = run_inside  # type: ignore[attr-defined]
             yield
+
+    def _entered(self) -> contextlib.ExitStack:
+        """What leaves the mode again, if it had to be entered."""
+        stack = contextlib.ExitStack()
+        if self not in _get_current_function_mode_stack():
+            stack.enter_context(self)
+        return stack
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -561,7 +561,15 @@ LARGEST_REAL_FLOATS = MIB
 """Bytes up to which floating numbers keep their values, if they were computed from no fake tensor."""
 
 
-_OURS = frozenset({"aten", "prims", "prim", "profiler", "inductor", "transformers", "torchvision"})
+_OURS = frozenset({"aten", "prims", "prim", "profiler", "inductor", "transformers", "torchvision", "torch_attn"})
+_OF_BITSANDBYTES = (
+    "dequantize_4bit",
+    "dequantize_blockwise",
+    "optimizer_update_32bit",
+    "optimizer_update_8bit_blockwise",
+)
+_KNOWN = frozenset({*SCALED_PRODUCTS, *SCALED_CASTS, *(f"bitsandbytes::{name}" for name in _OF_BITSANDBYTES)})
+"""Operators that are not PyTorch's, and whose kernels take no memory."""
 _GROUPED = torch.ops.aten._grouped_mm.default
 _HOUSES = tuple(str(Path(file).parent) for file in (torch.__file__, sys.modules["stepscope"].__file__ or ""))
 
@@ -594,7 +602,9 @@ class FakeMemoryOfOwn(FakeMemory):
         except UnsupportedOperatorException as error:
             why = "has no fake implementation: register one by torch.library.register_fake"
             raise self._refused(func, why) from error
-        if func.namespace not in _OURS and func._schema.name not in (*SCALED_PRODUCTS, *SCALED_CASTS):
+        if func._schema.name in _TAKES_OF_OTHERS:
+            self._passes(_TAKES_OF_OTHERS[func._schema.name](*args), func)
+        elif func.namespace not in _OURS and func._schema.name not in _KNOWN:
             self.custom[str(func)] += 1
         return outputs
 
@@ -673,6 +683,18 @@ def _grouped(
     unit = 16 // dtype.itemsize
     width = -(-shape[-1] // unit) * unit
     return rows.new_empty([*shape[:-1], width], dtype=dtype)[..., : shape[-1]]
+
+
+def _dequantised(rows: Tensor, _: Tensor, shape: Sequence[int], scales: Tensor, block: int, *others: Any) -> int:
+    """Bytes of the weights and their fp32 scales that bitsandbytes' product of 4-bit weights makes for itself: each
+    time, also where few rows are multiplied in a kernel without them (bitsandbytes/backends/default/ops.py)."""
+    weights = math.prod(shape)
+    nested = len(others) > 2 and others[2] is not None
+    return weights * rows.itemsize + (weights // block * scales.itemsize if nested else 0)
+
+
+_TAKES_OF_OTHERS: dict[str, Callable[..., int]] = {"bitsandbytes::gemm_4bit": _dequantised}
+"""Bytes that kernels of operators that are not PyTorch's take for themselves, by their arguments."""
 
 
 def _ctc(log_probabilities: Tensor, targets: Tensor, _: Any, lengths: Any) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from stepscope.core.evidence import MemoryCategory
 
@@ -151,7 +151,7 @@ def tensors_within(
                 inside = [(key if isinstance(key, (str, int)) else place, value) for place, (key, value) in items]
             elif isinstance(held, (list, tuple, set, frozenset)):
                 inside = enumerate(held)
-            elif left and not isinstance(held, (nn.Module, ModuleType, type)) and not callable(held):
+            elif left and not isinstance(held, (nn.Module, ModuleType, type, TorchDispatchMode)) and not callable(held):
                 slots = [name for kind in type(held).__mro__ for name in vars(kind).get("__slots__", ())]
                 attributes = {name: getattr(held, name, None) for name in slots} | getattr(held, "__dict__", {})
                 left -= 1

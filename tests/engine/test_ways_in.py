@@ -1,0 +1,65 @@
+"""`fit` of what users bring: adapters, quantised weights, others' optimizers and attention."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepscope.allocations.prediction.fit import FakeEstimate
+from stepscope.core.workloads import FactoryWorkload, UserModel
+from stepscope.engine.fake_module import fit_module
+from tests.engine.ways_in import LAYERS, VOCABULARY, WIDTH
+
+FACTORIES = Path(__file__).with_name("ways_in.py")
+TOKENS, RANK = 4 * 256, 8
+
+
+def estimate(factory: str, **arguments: Any) -> FakeEstimate:
+    workload = FactoryWorkload(factory=f"{FACTORIES}:{factory}", arguments=arguments, model=UserModel(name=""))
+    (found,) = fit_module(workload, [], search=False)
+    return found.estimate
+
+
+def of_layers() -> list[tuple[int, int]]:
+    """The widths into and out of a block's linear layers."""
+    return [(WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
+
+
+def test_adapters_alone_have_gradients_and_states():
+    """By hand: a frozen layer keeps no input, and its adapter keeps its own in fp32 and the product of rank 8. Backward
+    leaves gradients of adapters alone, and AdamW's two states of them."""
+    found = estimate("adapters")
+    adapters = LAYERS * sum(4 * RANK * (inner + outer) for inner, outer in of_layers())
+    frozen = LAYERS * sum(2 * (inner * outer + outer) for inner, outer in of_layers())
+    frozen += 2 * (2 * VOCABULARY * WIDTH + (2 * LAYERS + 1) * 2 * WIDTH)
+    assert found.memory.parameter_bytes == adapters + frozen
+    assert found.categories["optimizer state"] == pytest.approx(2 * adapters, abs=LAYERS * 8 * 8)
+    inputs = LAYERS * sum(TOKENS * 4 * (inner + RANK) for inner, _ in of_layers())
+    saved = found.memory.saved_for_backward
+    # Beside them: what GELU and attention keep in bf16, norms, and log-softmax of the scores.
+    attention = TOKENS * 2 * 4 * WIDTH + TOKENS * 4 * 4
+    others = LAYERS * (attention + TOKENS * 2 * 4 * WIDTH + 2 * TOKENS * (2 * WIDTH + 8))
+    assert saved is not None
+    assert inputs + others < saved < 1.1 * (inputs + others + 2 * TOKENS * VOCABULARY)
+
+
+def test_a_block_that_checkpoints_itself_runs_again_as_on_cuda():
+    """Its attention is the same kernel in both runs, and only its input is kept: of a fused one, no scores."""
+    kept, again = estimate("adapters"), estimate("adapters", checkpoints=True)
+    saved = again.memory.saved_for_backward
+    assert saved is not None
+    assert LAYERS * TOKENS * 2 * WIDTH < saved < LAYERS * TOKENS * 2 * WIDTH + 3 * TOKENS * 2 * VOCABULARY
+    assert again.memory.optimizer_peak == kept.memory.optimizer_peak
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_weights_of_4_bits_with_their_scales(double: bool):
+    """By hand: half a byte a weight; a scale for 64 of them, of 4 bytes, or of one with a scale of 4 for 256; the table
+    of 16 values, and that of 256 for scales. Their operators are known, so that no margin is kept for them."""
+    pytest.importorskip("bitsandbytes")
+    found = estimate("quantised", double=double)
+    weights = [inner * outer for inner, outer in of_layers() for _ in range(LAYERS)]
+    scales = [(each // 64 + each // 64 // 256 * 4 + 4 * 256 if double else each // 64 * 4) + 4 * 16 for each in weights]
+    assert found.categories["frozen quantised weights"] == pytest.approx(sum(weights) // 2 + sum(scales), abs=4 * 8)
+    assert found.unseen is not None
+    assert found.unseen.custom == ()

@@ -1,0 +1,104 @@
+"""Steps that users bring to `fit`: adapters on frozen and quantised weights, blocks that checkpoint themselves, others'
+optimizers and attention. `python -m tests.engine.ways_in FILE` measures each on a GPU."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, HEADS, LAYERS, VOCABULARY = 256, 4, 2, 1000
+
+
+class Block(nn.Module):
+    """A block of GPT-2's kind, which runs again in backward where it is told to."""
+
+    checkpoints = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm_mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.run, x, use_reentrant=False) if self.checkpoints else self.run(x)
+
+    def run(self, x: Tensor) -> Tensor:
+        heads = (x.shape[0], x.shape[1], HEADS, WIDTH // HEADS)
+        query, key, value = (part.view(heads).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(self.attend(query, key, value).transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of heads (B, H, S, D)."""
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+class Model(nn.Module):
+    """A language model of such blocks, whose forward returns the loss."""
+
+    def __init__(self, block: type[Block] = Block, vocabulary: int = VOCABULARY) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(vocabulary, WIDTH), nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of rank 8 in fp32."""
+
+    def __init__(self, base: nn.Module, inner: int, outer: int) -> None:
+        super().__init__()
+        self.base = base
+        self.into, self.back = nn.Linear(inner, 8, bias=False), nn.Linear(8, outer, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.back(self.into(x.float())).to(x.dtype)
+
+
+def tokens(samples: int = 4, length: int = 256) -> Tensor:
+    return torch.randint(VOCABULARY, (samples, length))
+
+
+def adapters(checkpoints: bool = False) -> tuple[nn.Module, Tensor]:
+    """Adapters written by hand on a frozen model in bf16."""
+    block = type("Frozen", (Block,), {"checkpoints": checkpoints})
+    model = Model(block).bfloat16().requires_grad_(False)
+    model.embedding.register_forward_hook(lambda _, __, out: out.requires_grad_(True))
+    for each in model.blocks:
+        for name in ("qkv", "out", "up", "down"):
+            base = getattr(each, name)
+            setattr(each, name, Adapted(base, base.in_features, base.out_features))
+    return model, tokens()
+
+
+def peft(checkpoints: bool = False) -> tuple[nn.Module, Tensor]:
+    """Those that peft makes."""
+    from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
+
+    model = Model(type("Frozen", (Block,), {"checkpoints": checkpoints})).bfloat16()
+    model.embedding.register_forward_hook(lambda _, __, out: out.requires_grad_(True))
+    layers = ["qkv", "out", "up", "down"]
+    return get_peft_model(model, LoraConfig(r=8, lora_dropout=0.1, target_modules=layers)), tokens()
+
+
+def quantised(checkpoints: bool = False, double: bool = True) -> tuple[nn.Module, Tensor]:
+    """Adapters on weights of 4 bits by bitsandbytes. double: whether their scales are quantised, too."""
+    import bitsandbytes  # pyright: ignore[reportMissingImports]
+
+    model, batch = adapters(checkpoints)
+    for part in [part for part in model.modules() if isinstance(part, Adapted)]:
+        linear = part.base
+        assert isinstance(linear, nn.Linear)
+        of = {"compress_statistics": double, "quant_type": "nf4"}
+        packed = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, compute_dtype=torch.bfloat16, **of)
+        packed.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **of)
+        packed.bias = linear.bias
+        part.base = packed.to("cpu")  # which quantises them
+    return model, batch
