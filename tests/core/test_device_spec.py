@@ -97,6 +97,25 @@ def test_a_device_has_no_more_memory_than_users_saw(name: str, mib: int):
     assert memory is not None and 0.975 * mib * MIB < memory <= mib * MIB
 
 
+def test_every_card_of_the_table_is_found_by_its_name_and_by_its_short_one():
+    """Without maker and family, in small letters: the card itself, or several of one name, which are named."""
+    for name in DATASHEET:
+        assert device_named(name).name == name
+        short = re.sub(r"^(NVIDIA|AMD|Apple|Tesla) (GeForce |Instinct |Radeon )?(RTX |RX )?", "", name).lower()
+        try:
+            assert device_named(short).name == name
+        except InputError as refused:
+            assert "several devices" in str(refused) and name in str(refused), short
+
+
+def test_an_apple_chip_of_several_rates_has_the_rate_of_its_memory():
+    rates = {name: spec.peak_bytes_per_s for name, spec in DATASHEET.items() if "M4 Max" in name}
+    assert rates["Apple M4 Max 36GB"] == 410e9
+    assert rates["Apple M4 Max 128GB"] == 546e9
+    plain = find_device_spec("Apple M4 Max")
+    assert plain is not None and plain.peak_bytes_per_s is None, "the chip's name does not tell"
+
+
 @pytest.mark.parametrize(
     ("name", "mib"),
     # What llama.cpp printed as recommendedMaxWorkingSetSize.
@@ -118,6 +137,11 @@ def test_what_nvidia_smi_reports_is_near_the_label():
         ("rtx4060-ti 16 gb", "NVIDIA GeForce RTX 4060 Ti 16GB"), ("4060 laptop", "NVIDIA GeForce RTX 4060 Laptop GPU"),
         ("4060", "NVIDIA GeForce RTX 4060"), ("m1 16gb", "Apple M1 16GB"), ("L4", "NVIDIA L4"), ("t4", "Tesla T4"),
         ("H100 SXM", "NVIDIA H100 80GB HBM3"), ("RTX 3080 Laptop GPU 16GB", "NVIDIA GeForce RTX 3080 Laptop GPU 16GB"),
+        ("4090 laptop", "NVIDIA GeForce RTX 4090 Laptop GPU"), ("a10", "NVIDIA A10"), ("a10g", "NVIDIA A10G"),
+        ("l40s", "NVIDIA L40S"), ("mi300x", "AMD Instinct MI300X"), ("b200", "NVIDIA B200"), ("gb200", "NVIDIA GB200"),
+        ("2080 Ti", "NVIDIA GeForce RTX 2080 Ti"), ("rtx5090", "NVIDIA GeForce RTX 5090"), ("h200", "NVIDIA H200"),
+        ("3090", "NVIDIA GeForce RTX 3090"), ("rtx 6000 ada", "NVIDIA RTX 6000 Ada Generation"),
+        ("m5 max 64 GB", "Apple M5 Max 64GB"), ("RTX-A6000", "NVIDIA RTX A6000"), ("gh200", "NVIDIA GH200 480GB"),
     ],
 )  # fmt: skip
 def test_devices_are_named_as_people_name_them(name: str, found: str):
@@ -132,6 +156,12 @@ def test_devices_are_named_as_people_name_them(name: str, found: str):
             "matches several devices: choose one of NVIDIA GeForce RTX 3080 10GB, NVIDIA GeForce RTX 3080 12GB; or",
         ),
         ("m1", "choose one of Apple M1 8GB, Apple M1 16GB; or say --memory"),
+        ("m4 max", "choose one of Apple M4 Max 36GB, Apple M4 Max 48GB, Apple M4 Max 64GB, Apple M4 Max 128GB; or"),
+        ("rtx 3060", "choose one of NVIDIA GeForce RTX 3060 12GB, NVIDIA GeForce RTX 3060 8GB; or"),
+        ("4060 ti", "choose one of NVIDIA GeForce RTX 4060 Ti 16GB, NVIDIA GeForce RTX 4060 Ti 8GB; or"),
+        ("rtx pro 6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition, NVIDIA RTX PRO 6000 Blackwell Max-Q"),
+        ("a100", "choose one of NVIDIA A100-SXM4-80GB, NVIDIA A100-SXM4-40GB, NVIDIA A100 80GB PCIe, NVIDIA"),
+        ("1080 ti", "in no datasheet that stepscope has: choose one of NVIDIA GeForce RTX"),
         ("RTX 4075", "in no datasheet that stepscope has: choose one of NVIDIA GeForce RTX 4070"),
         ("GTX-9999", "choose one of H100, A100-SXM4-80GB, L4, T4, RTX 4090, M4 16GB, MI300X; or say --memory"),
         ("NVIDIA", "more; or say --memory"),

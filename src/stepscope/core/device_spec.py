@@ -168,12 +168,16 @@ M2 Max:                         32,64,96   400
 M2 Ultra:                     64,128,192   800
 M3:                              8,16,24   100
 M3 Pro:                            18,36   150
-M3 Max:                    36,48,64,96,128
+M3 Max:                            36,96   300
+M3 Max:                        48,64,128   400
 M3 Ultra:                     96,256,512   819
 M4:                             16,24,32   120
 M4 Pro:                         24,48,64   273
-M4 Max:                     36,48,64,128
+M4 Max:                               36   410
+M4 Max:                        48,64,128   546
 M5:                             16,24,32   153
+M5 Pro:                         24,48,64   307
+M5 Max:                     36,48,64,128
 """
 """One row a device, below a line of what its rows share: [the beginning of their names | generation of PCIe | source].
 
@@ -277,7 +281,9 @@ def find_device_spec(device_name: str) -> DeviceSpec | None:
             return spec
         sizes = [spec for spec in DATASHEET.values() if spec.name != name == _without_size(spec.name)]
         if sizes:  # of one name with several memories the first, which most have
-            return msgspec.structs.replace(sizes[0], name=name, memory_bytes=None)
+            found = msgspec.structs.replace(sizes[0], name=name, memory_bytes=None)
+            one = not is_unified(found) or len({size.peak_bytes_per_s for size in sizes}) == 1
+            return found if one else msgspec.structs.replace(found, peak_bytes_per_s=None)
     return None
 
 
