@@ -13,6 +13,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -120,12 +121,12 @@ def _subjects(folder: Path) -> list[tuple[str, str, list[str]]]:
 
 
 def _run(command: list[str], folder: Path) -> tuple[Sample, str | None]:
-    """One process: what it took, and why it failed."""
+    """One process: what it took, and why it failed. It finds modules compiled, as users' processes do."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     output, errors = folder / "output", folder / "errors"
     timer = [sys.executable, "-I", "-S", str(Path(__file__).with_name("timed_process.py"))]
-    done = subprocess.run(
-        [*timer, "", str(output), str(errors), *command], cwd=folder, capture_output=True, text=True, check=True
-    )
+    command = [*timer, "", str(output), str(errors), *command]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, env=environment)
     told = json.loads(done.stdout)
     lines = errors.read_text().strip().splitlines()
     failure = (lines or [f"code {told['exit_code']}"])[-1] if told["exit_code"] else None
