@@ -232,6 +232,16 @@ def patient_progress(clock: Callable[[], float] = time.monotonic) -> Generator[C
 
 
 @contextlib.contextmanager
+def told_where_long(what: str, clock: Callable[[], float] = time.process_time) -> Generator[None]:
+    """Inside, say what is done, once that has taken longer than what is mostly over at once."""
+    from stepscope.engine.request import Stage
+
+    with patient_progress(clock) as tell:
+        tell(Stage(name=what))
+        yield
+
+
+@contextlib.contextmanager
 def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
     """A live table of the cells on a terminal; elsewhere one line for each cell that ends."""
     from stepscope.core.formulas.spelled import cell_name

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Unpack
 import msgspec
 
 from stepscope.app.cli.options import device_names
-from stepscope.app.cli.output import Presentation, patient_progress, stdout_kept_clean
+from stepscope.app.cli.output import Presentation, patient_progress, stdout_kept_clean, told_where_long
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.app.verbs.run import gradients_kept, of_object
 from stepscope.core import interrupts
@@ -24,7 +24,7 @@ from stepscope.core.options import BUDGET, PARALLEL, Option, Rule, spelled_out, 
 from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
 from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES
-from stepscope.core.units import format_bytes, parse_bytes
+from stepscope.core.units import counted, format_bytes, parse_bytes
 from stepscope.core.workloads import (
     Compile,
     FactoryWorkload,
@@ -756,7 +756,8 @@ def _show_largest(workloads: list[TextbookWorkload], budget: "Budget", shown: Pr
     from stepscope.allocations.prediction.answer import answer_largest
     from stepscope.allocations.prediction.fit import largest_that_fits
 
-    results = [largest_that_fits(workload, budget) for workload in workloads]
+    with told_where_long("looking for the largest sizes"):
+        results = [largest_that_fits(workload, budget) for workload in workloads]
     rows = [
         {"model": largest.workload.model.name, "batch_size": largest.batch_size, "seq_len": largest.seq_len}
         for largest in results
@@ -772,7 +773,8 @@ def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | No
     others, other_faults = load_runs(list(apart))
     for fault in [*faults, *other_faults]:
         warn(f"left out: {fault}")
-    accuracy = compare(runs, others)
+    with told_where_long(f"predicting {counted(len(runs) + len(others), 'run')}"):
+        accuracy = compare(runs, others)
     if not accuracy.comparisons:
         raise InputError(
             f"no run in {', '.join(map(str, folders))} has measured peaks: measure on a GPU, as `stepscope sweep` does"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from stepscope.app.cli.output import Presentation
+from stepscope.app.cli.output import Presentation, told_where_long
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.environment import give_pages_back
 from stepscope.core.options import STORED, Option, completed, file_or_run, verb
@@ -92,7 +92,8 @@ def command(
     shown: Presentation,
 ) -> None:
     """Where the memory went: the peak by category, tensor, line of code and block, every byte accounted for."""
-    remembered = memory(file, at=at, device=device, stacks=stacks or 0, runs=runs)
+    with told_where_long(f"reading {file}"):
+        remembered = memory(file, at=at, device=device, stacks=stacks or 0, runs=runs)
     from stepscope.allocations.answer import memory_document
 
     shown.show(remembered.answer, document=lambda: memory_document(remembered.explained, remembered.moment), save=save)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from stepscope.app.cli.options import device_names
-from stepscope.app.cli.output import Presentation
+from stepscope.app.cli.output import Presentation, told_where_long
 from stepscope.core.errors import InputError, warn
 from stepscope.core.networks import NETWORKS
 from stepscope.core.options import BUDGET, MODEL, PARALLEL, WORKLOAD, Option, Rule, completed, verb
@@ -127,7 +127,8 @@ def command(
         shown.show(_explained(question, device, network, efficiency), save=save)
         return
     gc.disable()  # a symbolic step makes a million objects, none of them in a cycle
-    planning = _planned(question, device, network, {"efficiency": efficiency, "spread": spread})
+    with told_where_long("looking through layouts"):
+        planning = _planned(question, device, network, {"efficiency": efficiency, "spread": spread})
     gc.enable()
     from stepscope.allocations.planning.answer import answer_plan
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from stepscope.app.cli.output import Presentation, exit_code_of, progress
+from stepscope.app.cli.output import Presentation, exit_code_of, progress, told_where_long
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.answer import Answer, Finding, name_of
 from stepscope.core.environment import give_pages_back
@@ -232,10 +232,13 @@ def command(
         return _show_job(captures, perfetto, save, shown)
     place = captures[0] if rank is None else _capture_of_rank(captures, rank)
     unseen = not shown.json and cut is None and perfetto is None and not _names_kernel_times(shown.only)
-    summary = load_summary(place, launch_sizes=not unseen)
+    with told_where_long(f"reading {place}"):
+        summary = load_summary(place, launch_sizes=not unseen)
     part = selection.part(summary, place)
     if against is not None:
-        _compare(selection.part(load_summary(against), against), part, against, place, shown)
+        with told_where_long(f"reading {against}"):
+            before = load_summary(against)
+        _compare(selection.part(before, against), part, against, place, shown)
         return EXIT_DONE
     from stepscope.traces.captures.answer import answer_trace, trace_as_json
     from stepscope.traces.captures.checks import check_trace

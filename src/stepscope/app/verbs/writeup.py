@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
 
-from stepscope.app.cli.output import emit
+from stepscope.app.cli.output import emit, told_where_long
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose, warn
 from stepscope.core.formulas.spelled import cell_name, parameters_of
 from stepscope.core.options import BUDGET, MEASURING, OUTPUT, Argument, Option, Rule, verb
@@ -134,6 +134,7 @@ def command(
             # Everything is still to be measured, and the document says how. A kill may leave marks alone in the store.
             return Material(faults=tuple(load_runs([target.store])[1]) if store else ())
 
+    @told_where_long("answering from stored runs", time.monotonic)  # and waits for what draws
     def written() -> "WriteUp":
         drawer = Drawer()  # plots are drawn while the next question is answered
         gc.disable()  # predictions and runs are a million objects, none of them in a cycle
