@@ -63,3 +63,31 @@ def test_weights_of_4_bits_with_their_scales(double: bool):
     assert found.categories["frozen quantised weights"] == pytest.approx(sum(weights) // 2 + sum(scales), abs=4 * 8)
     assert found.unseen is not None
     assert found.unseen.custom == ()
+
+
+def test_an_autocast_of_cuda_casts_where_it_was_made_before_the_step():
+    before = estimate("casting")
+    assert before == estimate("casting", before=False)
+    assert before.categories["cast copies"] > 0
+
+
+def test_pytorchs_attention_of_packed_sequences_is_no_strangers():
+    unseen = estimate("packed").unseen
+    assert unseen is not None
+    assert unseen.custom == ()
+
+
+def test_states_of_8_bits_that_are_paged_are_of_no_allocator():
+    """By hand: AdamW's two states have a byte a number and a scale of 4 for 256, of parameters of 4,096 or more; others
+    stay fp32. The states of those of 100,000 or more are paged, and their scales are not."""
+    pytest.importorskip("bitsandbytes")
+    sizes = [VOCABULARY * WIDTH] * 2 + [WIDTH] * 2 * (2 * LAYERS + 1)
+    sizes += LAYERS * [size for inner, outer in of_layers() for size in (inner * outer, outer)]
+    small = 2 * sum(4 * size for size in sizes if size < 4096)
+    codes = {size: 2 * size for size in sizes if size >= 4096}
+    scales = 2 * sum(4 * (size // 256) for size in sizes if size >= 4096) + 2 * 4 * 256
+    states, paged = (
+        estimate("updated", name=name).categories["optimizer state"] for name in ("AdamW8bit", "PagedAdamW8bit")
+    )
+    assert states == pytest.approx(small + scales + sum(codes[size] for size in sizes if size >= 4096), rel=1e-3)
+    assert paged == states - sum(codes[size] for size in sizes if size >= 100_000)

@@ -1,6 +1,8 @@
 """Steps that users bring to `fit`: adapters on frozen and quantised weights, blocks that checkpoint themselves, others'
 optimizers and attention. `python -m tests.engine.ways_in FILE` measures each on a GPU."""
 
+import warnings
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -102,3 +104,48 @@ def quantised(checkpoints: bool = False, double: bool = True) -> tuple[nn.Module
         packed.bias = linear.bias
         part.base = packed.to("cpu")  # which quantises them
     return model, batch
+
+
+with warnings.catch_warnings(action="ignore"):  # that there is no CUDA
+    CAST = torch.autocast("cuda", torch.bfloat16)
+
+
+class Casting(nn.Module):
+    """A model that casts by itself, by an object that is made before the step or in it."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.model, self.before = Model(), before
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with CAST if self.before else torch.autocast("cuda", torch.bfloat16):
+            return self.model(tokens)
+
+
+def casting(before: bool = True) -> tuple[nn.Module, Tensor]:
+    return Casting(before), tokens()
+
+
+class Packed(Block):
+    """A block with PyTorch's attention of sequences of several lengths in a row."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        samples, _, length, width = query.shape
+        ends = torch.arange(0, samples * length + 1, length, dtype=torch.int32, device=query.device)
+        query, key, value = (part.transpose(1, 2).reshape(-1, HEADS, width) for part in (query, key, value))
+        out = varlen_attn(query, key, value, ends, ends, length, length, window_size=(-1, 0))
+        return out.view(samples, length, HEADS, width).transpose(1, 2)
+
+
+def packed() -> tuple[nn.Module, Tensor]:
+    return Model(Packed).bfloat16(), tokens()
+
+
+def updated(name: str) -> tuple[nn.Module, Tensor, None, torch.optim.Optimizer]:
+    """A model with an optimizer of bitsandbytes."""
+    import bitsandbytes  # pyright: ignore[reportMissingImports]
+
+    model = Model()
+    return model, tokens(), None, getattr(bitsandbytes.optim, name)(model.parameters())

@@ -37,7 +37,7 @@ from stepscope.core.units import MIB
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, is_configuration
 from stepscope.engine.request import Stage, Tell
 from stepscope.recording import fake_memory
-from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend
+from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend, asked_of_cuda
 from stepscope.recording.held_tensors import model_tensors, optimizer_tensors
 from stepscope.recording.step import Phase, Recorder, drive
 from stepscope.training.optimizer import updated_by
@@ -204,9 +204,16 @@ def label_residents(step: AssembledStep, watch: fake_memory.FakeMemory, *, on_ho
     watch.label([tensor for batch in step.batches for _, tensor in step.named_tensors(batch)], "inputs")
     fused = step.workload.optimizer == "adamw-fused"
     names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    pages = on_host and getattr(step.optimizer, "is_paged", False)
     for name, value in optimizer_tensors(step.optimizer, step.model, names):
-        # Only the fused kernel reads the count of steps on the device.
-        watch.label([value], "optimizer state", on_device=fused or not name.endswith(".step") or not on_host)
+        # Only the fused kernel reads the count of steps on the device. CUDA's managed memory holds bitsandbytes' paged
+        # states, which its `get_state_buffer` makes of parameters of so many elements: no allocator of PyTorch's.
+        hosted = (on_host and not fused and name.endswith(".step")) or (pages and value.numel() >= _PAGED_FROM)
+        watch.label([value], "optimizer state", on_device=not hosted)
+
+
+_PAGED_FROM = 100_000
+"""Elements of a parameter from which an optimizer of bitsandbytes pages its states."""
 
 
 @dataclasses.dataclass
@@ -402,7 +409,7 @@ def watch_module_step(
     )
     if by_argument:
         arguments = {**arguments, "batch_size": batch_size}
-    with _UnfilledParameters():
+    with _UnfilledParameters(), asked_of_cuda() if device_type == "cuda" else contextlib.nullcontext():
         user_module = load_module(workload.factory, arguments, seed=workload.seed)
     parameters = sum(parameter.numel() for parameter in user_module.whole.parameters())
     tell(Stage(name=f"{type(user_module.module).__name__}: {parameters:,} parameters", lasts=True))

@@ -72,7 +72,7 @@ class AsOnCuda(TorchFunctionMode):
             with self._entered():
                 return run_engine(*args, **kwargs)
 
-        with _asked_of_cuda(), contextlib.ExitStack() as undo:
+        with asked_of_cuda(), contextlib.ExitStack() as undo:
             for module in modules:
                 undo.callback(module.register_forward_pre_hook(enter).remove)
                 undo.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -212,10 +212,13 @@ def _here(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any,
 
 
 @contextlib.contextmanager
-def _asked_of_cuda() -> Iterator[None]:
+def asked_of_cuda() -> Iterator[None]:
     """While open, code that asks whether CUDA's autocast is on, as a module does that casts by itself, hears of the
-    CPU's, and the autocast("cuda") that a module enters is the CPU's: without CUDA it would cast nothing."""
-    enabled, usual, make = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast.__init__
+    CPU's, and the autocast("cuda") that a module makes or enters is the CPU's: without CUDA it would cast nothing, and
+    one that is made then is off for ever."""
+    enabled, usual = torch.is_autocast_enabled, torch.get_autocast_dtype
+    make, begin = torch.autocast.__init__, torch.autocast.__enter__
+    entered: list[torch.autocast] = []
 
     def made(
         self: torch.autocast,
@@ -228,13 +231,22 @@ def _asked_of_cuda() -> Iterator[None]:
             device_type, dtype = "cpu", dtype or usual("cuda")
         make(self, device_type, dtype, enabled, cache_enabled)
 
-    torch.autocast.__init__ = made
+    def begun(self: torch.autocast) -> Any:
+        if self.device == "cuda":
+            self.device = "cpu"
+            entered.append(self)
+        return begin(self)
+
+    torch.autocast.__init__, torch.autocast.__enter__ = made, begun
     torch.is_autocast_enabled = lambda device_type="cuda": enabled("cpu" if device_type == "cuda" else device_type)
     torch.get_autocast_dtype = lambda device_type: usual("cpu" if device_type == "cuda" else device_type)
     try:
         yield
     finally:
-        torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast.__init__ = enabled, usual, make
+        torch.is_autocast_enabled, torch.get_autocast_dtype = enabled, usual
+        torch.autocast.__init__, torch.autocast.__enter__ = make, begin
+        for each in entered:
+            each.device = "cuda"
 
 
 def chosen_backend(
