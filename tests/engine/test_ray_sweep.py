@@ -1,7 +1,10 @@
-"""Sweeps on a cluster of several nodes of Ray's, all on this machine: cells come home, and nodes die."""
+"""Sweeps on a cluster of several nodes of Ray's, all on this machine: cells come home, and nodes die. Captures are read
+where they lie."""
 
 import contextlib
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,11 +21,16 @@ from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_runs
 from stepscope.engine.cell_process import MARK
+from stepscope.engine.cluster import ranks_on
 from stepscope.engine.sweep import run_sweep
 from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan, SweepState
+from stepscope.traces.ranks import job_of, load_job
+from stepscope.traces.ranks_answer import check_job, job_as_json
+from tests.command import stepscope
 from tests.conftest import at_length, mini
 from tests.engine.test_forks import made, own  # noqa: F401  (a fixture)
 from tests.engine.test_sweep import ENDLESS, QUICK, statuses, wait_for
+from tests.traces.ranks.jobs import Made
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
@@ -101,6 +109,35 @@ def starting_with(place: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> No
     text = f"import sys\nif 'stepscope.engine.courier' in sys.orig_argv:\n    {code}\n"
     (place / "sitecustomize.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+
+
+def test_each_node_reads_the_ranks_that_it_holds(nodes: Nodes, tmp_path: Path):
+    """Each node has a home of its own, with other ranks in it; of what both see, each reads some."""
+    paths = Made(ranks=4, later_ns={1: 5_000_000}).write(tmp_path / "all")
+    nodes.have(0)
+    for home, held in (("a", paths[::2]), ("b", paths[1::2])):
+        folder = tmp_path / home / "job"
+        folder.mkdir(parents=True)
+        for path in held:
+            (folder / path.name).write_bytes(path.read_bytes())
+        nodes.add(env_vars={"HOME": str(tmp_path / home)})
+    (tmp_path / "b" / "job" / "job_7.json").write_text('{"traceEvents": [{"ph": "X", ')
+    try:
+        apart = stepscope("trace", "~/job", "--on", "auto", "--json", RAY_ADDRESS=nodes.address)
+        with ranks_on("auto", str(tmp_path / "all")) as (count, replies):
+            shared = [rank for _, rank in replies]
+    finally:
+        nodes.have(0)
+    said = r"left out: \S+/b/job/job_7.json: the JSON ends .* \(on node \S+\)"
+    assert apart.returncode == 2 and re.search(said, apart.stderr), apart.stderr
+    document, here = json.loads(apart.stdout), load_job(paths, say=lambda _: None)
+    names = [row["source"].partition(":") for row in document["ranks"]]
+    assert [name for *_, name in names] == [f"{tmp_path}/{'ab'[n % 2]}/job/job_{n}.json" for n in range(4)]
+    for row, path in zip(document["ranks"], paths, strict=True):
+        row["source"] = str(path)
+    assert document == json.loads(json.dumps(job_as_json(here, check_job(here))))
+    assert count == 4 == len(job_of(shared).ranks)
+    assert len({node for node, *_ in names}) == 2 == len({rank.source.partition(":")[0] for rank in shared})
 
 
 WAITS = """

@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import os
+import pickle
 import re
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import IO, Any
 import msgspec
 
 from stepscope.core import run_directory
+from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import EXIT_WRONG_INPUT, DeviceError, InputError, StepscopeError, one_line
 from stepscope.core.run import Failure, Run
 from stepscope.engine.cell_process import cell_environment
@@ -50,6 +52,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """Environment variables of the sweep that say how libraries compute."""
     key: str
     """The sweep's key."""
+    ranks: str = ""
+    """A folder, whose captures the nodes read; they measure nothing then."""
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -97,6 +101,10 @@ class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The cell's node, or the process on it, has died: in words."""
     killed: str | None = None
     """The cell was ended from outside, and would be again."""
+    ranks: int | None = None
+    """How many captures the folder holds, on all nodes."""
+    reply: bytes | None = None
+    """What became of one of them, as a pickle."""
     error: str | None = None
     """What ends the whole sweep."""
     exit_code: int = EXIT_WRONG_INPUT
@@ -265,6 +273,44 @@ async def _measured(worker: _Worker, order: Order, terms: Terms, name: str, desk
         return Outcome(stopped=run is None, run=None if files else run, files=files)
 
 
+# What else runs on a node: the reading of captures that lie there. polars is imported for that alone.
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """A capture on a node. Nodes that share a file system see the same."""
+
+    path: str
+    size: int
+    changed_ns: int
+    need_bytes: int
+    """Memory that its reading takes, by an estimate."""
+
+
+def captures_here(folder: str) -> list[Seen]:
+    """The captures that a folder holds on this node, whose own home `~` is. Raises InputError."""
+    from stepscope.traces.captures.digest import find_capture  # noqa: PLC0415
+    from stepscope.traces.ranks import captures_in, needed_bytes  # noqa: PLC0415
+
+    captures = captures_in(Path(folder).expanduser())
+    files = [(path, find_capture(path).stat()) for path in captures]
+    return [
+        Seen(path=str(path), size=file.st_size, changed_ns=file.st_mtime_ns, need_bytes=needed_bytes(path))
+        for path, file in files
+    ]
+
+
+def read_here(path: str, place: int, node: str, threads: int) -> Any:
+    """What became of the capture of a rank on this node, whose name is given: a Reply of `traces/ranks.py`."""
+    os.environ["POLARS_MAX_THREADS"] = str(threads)
+    give_pages_back()
+    from stepscope.traces.ranks import reply_of  # noqa: PLC0415
+
+    lines, rank = reply_of(Path(path), place)
+    if isinstance(rank, StepscopeError):
+        return lines, type(rank)(f"{rank} (on node {node})")
+    return lines, replace(rank, source=f"{node}:{rank.source}")
+
+
 class _Telling:
     """Tells the desk where the cell is, not too often: the last word counts."""
 
@@ -311,12 +357,17 @@ _PLACES = ("_DIR", "_HOME", "_PATH", "_FILE")
 """Endings of variables that name places, which are each node's own."""
 
 
-def terms_of(on: str, plan: SweepPlan, policy: Policy) -> Terms:
-    """What holds for a sweep on this cluster. Raises InputError where the address or the device cannot be meant."""
+def _address_of(on: str) -> str:
+    """What Ray connects to. Raises InputError where it cannot be meant."""
     named = _ADDRESS.fullmatch(on)
     if on != "auto" and named is None:
         raise InputError(f"--on {on}: write ray://HOST or ray://HOST:PORT, or auto for the cluster of this machine")
-    address = f"{on}:{_PORT}" if named is not None and named[1] is None else on
+    return f"{on}:{_PORT}" if named is not None and named[1] is None else on
+
+
+def terms_of(on: str, plan: SweepPlan, policy: Policy) -> Terms:
+    """What holds for a sweep on this cluster. Raises InputError where the address or the device cannot be meant."""
+    address = _address_of(on)
     device, *others = plan.devices
     if others or device not in ("auto", "cpu", "cuda"):
         raise InputError(
@@ -339,6 +390,7 @@ class Cluster:
         self._terms, self._process, self._log = terms, process, log
         self._joined: asyncio.Queue[Node | None] = asyncio.Queue()
         self._cells: dict[int, _Measured] = {}
+        self._of_ranks: asyncio.Queue[Word | None] = asyncio.Queue()
         self._ready = asyncio.get_running_loop().create_future()
         self._failure: StepscopeError | None = None
         self._stopped = False
@@ -428,6 +480,14 @@ class Cluster:
                     await asyncio.shield(cell.ended)
             raise
 
+    async def word_of_ranks(self) -> Word:
+        """The next word of the captures that the nodes read. Raises StepscopeError where the cluster is lost."""
+        word = await self._of_ranks.get()
+        if word is None:
+            assert self._failure is not None
+            raise self._failure
+        return word
+
     async def close(self) -> None:
         """End the connection, and every cell that still runs."""
         if self._process.stdin is not None:
@@ -464,6 +524,8 @@ class Cluster:
             self._cells[word.number].hear(word)
         elif word.node is not None:
             self._joined.put_nowait(word.node)
+        elif word.ranks is not None or word.reply is not None:
+            self._of_ranks.put_nowait(word)
         elif word.ready and not self._ready.done():
             self._ready.set_result(None)
 
@@ -476,6 +538,24 @@ class Cluster:
         for cell in self._cells.values():
             cell.fail(failure)
         self._joined.put_nowait(None)
+        self._of_ranks.put_nowait(None)
+
+
+@contextlib.contextmanager
+def ranks_on(on: str, folder: str) -> Generator[tuple[int, Iterator[Any]]]:
+    """Read the captures of a folder on the nodes of a cluster, where they lie: how many there are, and what became of
+    each (a Reply of `traces/ranks.py`), as they are read. Raises StepscopeError."""
+    place = folder if folder.startswith("~") else os.path.abspath(folder)  # noqa: PTH100  (of another machine)
+    terms = Terms(
+        address=_address_of(on), device="cpu", out="", timeout_s=0, folder=str(Path.cwd()), key="", ranks=place
+    )
+    with asyncio.Runner() as runner:
+        cluster = runner.run(Cluster.start(terms, f"ranks-{os.getpid():08}"))
+        try:
+            count = runner.run(cluster.word_of_ranks()).ranks or 0
+            yield count, (pickle.loads(runner.run(cluster.word_of_ranks()).reply or b"") for _ in range(count))
+        finally:
+            runner.run(cluster.close())
 
 
 class _Measured:

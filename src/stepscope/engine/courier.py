@@ -1,4 +1,4 @@
-"""The process that talks with Ray for a sweep, so that whatever Ray prints, or ends, is no concern of the sweep.
+"""The process that talks with Ray for a sweep, or for `trace`: what Ray prints, or ends, is no concern of theirs.
 
 Started by `engine/cluster.py` as `python -m stepscope.engine.courier`. Terms and orders come as lines on
 stdin, words go as lines to stdout. When stdin closes, the sweep has gone: this process ends, and Ray ends its cells.
@@ -8,20 +8,24 @@ No other file imports Ray.
 import asyncio
 import contextlib
 import os
+import pickle
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from stepscope import __version__
+from stepscope.core import interrupts
 from stepscope.core.errors import EXIT_WRONG_INPUT, DeviceError, InputError, StepscopeError, named_line, one_line
 from stepscope.engine import cluster as on_node
 from stepscope.engine.cluster import Node, Order, Terms, Word, land
+from stepscope.traces.ranks import in_order, processes_for
 
 _ANSWER_S = 10.0
 """Seconds for a connection to the address to open."""
@@ -56,10 +60,11 @@ def main() -> int:
     patience.daemon = True
     patience.start()
     try:
-        ray = _connected(terms.address)
+        ray = _connected(terms.address, or_start=bool(terms.ranks))
         patience.cancel()
+        courier = _Courier(ray, terms, say)
         try:
-            asyncio.run(_Courier(ray, terms, say).serve())
+            asyncio.run(courier.read_ranks() if terms.ranks else courier.serve())
         finally:
             ray.shutdown()
     except StepscopeError as error:
@@ -68,8 +73,8 @@ def main() -> int:
     return 0
 
 
-def _connected(address: str) -> Any:
-    """Ray, connected to the cluster. Raises InputError."""
+def _connected(address: str, *, or_start: bool) -> Any:
+    """Ray, connected to the cluster. Raises InputError. or_start: where `auto` finds none, one is started here."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         import ray as imported  # noqa: PLC0415  # pyright: ignore[reportMissingImports, reportMissingTypeStubs]
@@ -87,9 +92,13 @@ def _connected(address: str) -> Any:
             opens = "`ray start --head` opens it where Ray was installed as ray[client]"
             remedy = opens if named.startswith(_CLIENT) else f"{_NAMES_THE_CLUSTER} names it"
             raise InputError(f"no Ray cluster answers at {named}: {one_line(error)}; {remedy}") from error
+    quietly: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
     try:
-        ray.init(address=named or address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+        ray.init(address=named or address, **quietly)
     except ConnectionError as error:
+        if or_start and not named:
+            ray.init(address="local", include_dashboard=False, **quietly)
+            return ray
         remedy = "start one with `ray start --head`, or name a host as ray://HOST"
         raise InputError(f"no Ray cluster for --on {address}: {one_line(error)}; {remedy}") from error
     except Exception as error:  # what the client raises is of gRPC too
@@ -129,6 +138,52 @@ class _Courier:
                 self._do(self._have_measured(order))
         for task in self._tasks:
             task.cancel()
+
+    async def read_ranks(self) -> None:
+        """Have each node read the captures that the folder holds there; one of them reads what several see."""
+        interrupts.end_with_stdin(self._ray.shutdown)
+        await self._look_first()
+        nodes = [state for state in self._known.values() if not state.fault]
+        seen_by: dict[on_node.Seen, list[_NodeState]] = {}
+        for state, seen in zip(nodes, await asyncio.gather(*map(self._captures_on, nodes)), strict=True):
+            for one in seen:
+                seen_by.setdefault(one, []).append(state)
+        if not seen_by:
+            raise InputError(
+                f"{self._terms.ranks}: no node of the Ray cluster (--on {self._terms.address}) has captures there"
+            )
+        places = {one: place for place, one in enumerate(sorted(seen_by, key=lambda one: in_order(one.path)))}
+        for one in sorted(places, key=lambda one: -one.need_bytes):
+            state = min(seen_by[one], key=lambda state: state.due_bytes / state.units)
+            state.due.append(one)
+            state.due_bytes += one.need_bytes
+        self._say(Word(ranks=len(places)))
+        await asyncio.gather(*(self._have_read(state, places) for state in nodes))
+
+    async def _captures_on(self, state: "_NodeState") -> list[on_node.Seen]:
+        task = self._ray.remote(on_node.captures_here).options(num_cpus=0, **self._at(state.node.id))
+        try:
+            return await task.remote(self._terms.ranks)
+        except self._ray.exceptions.RayTaskError as error:
+            raise StepscopeError(f"{named_line(error.cause)} (on node {state.node.name})") from None
+
+    async def _have_read(self, state: "_NodeState", places: dict[on_node.Seen, int]) -> None:
+        """Have a node read what is due, so much at a time as its CPUs and MOST_BYTES hold."""
+        if not state.due:
+            return
+        name = state.node.name
+        cpus = ceil(state.units / processes_for([one.need_bytes for one in state.due], state.units))
+        task = self._ray.remote(on_node.read_here).options(max_retries=0, num_cpus=cpus, **self._at(state.node.id))
+
+        async def reply_of(capture: on_node.Seen) -> None:
+            try:
+                reply = await task.remote(capture.path, places[capture], name, cpus)
+            except self._ray.exceptions.RayError as error:
+                lines: list[str] = []
+                reply = lines, StepscopeError(f"{capture.path}: node {name} did not read it ({type(error).__name__})")
+            self._say(Word(reply=pickle.dumps(reply)))
+
+        await asyncio.gather(*map(reply_of, state.due))
 
     def _do(self, work: Any) -> None:
         """Do this beside; what fails in it ends the sweep."""
@@ -265,6 +320,9 @@ class _NodeState:
     """Whether it said nothing at all."""
     losses: int = 0
     """Cells that it has not brought to an end."""
+    due: list[on_node.Seen] = field(default_factory=list[on_node.Seen])
+    """Captures that it reads."""
+    due_bytes: int = 0
 
 
 def _looking() -> Callable[[], tuple[str | None, str, str]]:

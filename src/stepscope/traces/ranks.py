@@ -567,7 +567,12 @@ def captures_in(folder: Path) -> list[Path]:
         if (entry.is_file() and entry.name.endswith(_CAPTURES) and not _holds_no_events(entry))
         or (entry.is_dir() and any((entry / name).exists() for name in CAPTURE_FILES))
     ]
-    return sorted(paths, key=lambda path: [int(part) if part.isdigit() else part for part in _NUMBERS.split(path.name)])
+    return sorted(paths, key=lambda path: in_order(path.name))
+
+
+def in_order(name: str) -> list[int | str]:
+    """What sorts names by the numbers in them."""
+    return [int(part) if part.isdigit() else part for part in _NUMBERS.split(name)]
 
 
 def _of_ranks(folder: Path) -> list[Path]:

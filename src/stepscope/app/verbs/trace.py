@@ -11,7 +11,7 @@ from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.answer import Answer, Finding, name_of
 from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import EXIT_DONE, EXIT_WRONG_INPUT, InputError, StepscopeError, warn
-from stepscope.core.options import OUTPUT, Option, Rule, file_or_run, verb
+from stepscope.core.options import OUTPUT, Option, Rule, completed, file_or_run, verb
 from stepscope.core.range_names import PHASES
 from stepscope.core.run_directory import find_place
 from stepscope.core.units import Window, parse_window
@@ -155,6 +155,15 @@ Sort = Annotated[
     str | None, Option("The column by which the tables of details are ordered, as in calls.", metavar="COLUMN")
 ]
 Rank = Annotated[int | None, Option("Of several captures, only that of this rank.", least=0)]
+On = Annotated[
+    str | None,
+    Option(
+        "Read the ranks of a folder where they lie, on the nodes of a Ray cluster: ray://HOST, or auto for the one "
+        "that this machine is in, or else one that is started here.",
+        metavar="ray://HOST|auto",
+        complete=completed("auto", "ray://"),
+    ),
+]
 NoRanges = Annotated[bool, Option("Needed no more: a capture without ranges is read in any case.")]
 Cut = Annotated[
     Path | None,
@@ -192,6 +201,12 @@ _OF_A_PART = ("--range", "--phase", "--step", "--module", "--device", "--stream"
             "--perfetto shows one whole capture, other options show a part: ask for one after the other",
             _OF_A_PART,
         ),
+        Rule(
+            "alone",
+            ("--on",),
+            "--on reads whole ranks where they lie, and not {}: look at one capture on the machine that has it",
+            (*_OF_A_PART, "--rank", "--top", "--sort", "--graph-capture", "--against", "--cut", "--perfetto"),
+        ),
     ),
 )
 def command(
@@ -203,6 +218,7 @@ def command(
         ),
     ],
     *,
+    on: On,
     against: Against,
     selection: Selection,
     rank: Rank,
@@ -218,6 +234,10 @@ def command(
 ) -> int:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
     del no_ranges  # captures without ranges are read in any case
+    if on is not None:
+        if len(file) > 1:
+            raise InputError(f"--on reads one folder, and these are {len(file)}: name one that holds the captures")
+        return _show_job(_job_of([], on, file[0]), file[0], [], None, save, shown)
     captures = _captures_named(file, runs)
     if len(captures) > 1 and rank is None:
         of_one = {"--cut": cut, "--top": top, "--sort": sort, "--graph-capture": graph_capture}
@@ -229,7 +249,7 @@ def command(
             )
         if against is not None:
             return _compare_jobs(against, captures, shown)
-        return _show_job(captures, perfetto, save, shown)
+        return _show_job(_job_of(captures), _folder_of(captures), captures, perfetto, save, shown)
     place = captures[0] if rank is None else _capture_of_rank(captures, rank)
     unseen = not shown.json and cut is None and perfetto is None and not _names_kernel_times(shown.only)
     with told_where_long(f"reading {place}"):
@@ -340,29 +360,39 @@ def _folder_of(captures: list[Path]) -> str:
     return str(folders.pop()) if len(folders) == 1 else f"{len(captures)} captures"
 
 
-def _job_of(captures: list[Path]) -> tuple["Job", int]:
-    """The job whose ranks have these captures, read with progress, and the exit code: that of wrong input where one
-    cannot be read, and is left out. After an interrupt it is the job of those that were read."""
+def _job_of(captures: list[Path], on: str | None = None, folder: str = "") -> tuple["Job", int]:
+    """The job whose ranks have these captures, or those in a folder on the nodes of a cluster, read with progress, and
+    the exit code: that of wrong input where one cannot be read, and is left out. After an interrupt it is the job of
+    those that were read."""
     from stepscope.engine.request import Stage
     from stepscope.traces.ranks import job_of, read_ranks
 
+    total = len(captures)
     lines: list[str] = []
     ranks: list[RankRead] = []
     faults: list[StepscopeError] = []
     try:
-        with progress() as tell, contextlib.closing(read_ranks(captures)) as replies:
-            tell(Stage(name="reading ranks", detail=f"0 of {len(captures)}", fraction=0))
+        with contextlib.ExitStack() as stack:
+            tell = stack.enter_context(progress())
+            if on is None:
+                replies = stack.enter_context(contextlib.closing(read_ranks(captures)))
+            else:
+                from stepscope.engine.cluster import ranks_on
+
+                tell(Stage(name="connecting", detail=f"to Ray ({on})"))
+                total, replies = stack.enter_context(ranks_on(on, folder))
+            tell(Stage(name="reading ranks", detail=f"0 of {total}", fraction=0))
             for done, (said, rank) in enumerate(replies, 1):
                 lines += said
                 if isinstance(rank, StepscopeError):
                     faults.append(rank)
                 else:
                     ranks.append(rank)
-                tell(Stage(name="reading ranks", detail=f"{done} of {len(captures)}", fraction=done / len(captures)))
+                tell(Stage(name="reading ranks", detail=f"{done} of {total}", fraction=done / total))
     except KeyboardInterrupt:
         if len(ranks) < 2:
             raise
-        lines.append(f"interrupted: {len(ranks)} of {len(captures)} ranks were read, the others are left out")
+        lines.append(f"interrupted: {len(ranks)} of {total} ranks were read, the others are left out")
     if faults and len(ranks) < 2:
         raise faults[0]
     for line in (*lines, *(f"left out: {fault}" for fault in faults)):
@@ -370,17 +400,24 @@ def _job_of(captures: list[Path]) -> tuple["Job", int]:
     return job_of(ranks), EXIT_WRONG_INPUT if faults else EXIT_DONE
 
 
-def _show_job(captures: list[Path], perfetto: Path | None, save: Path | None, shown: Presentation) -> int:
-    """Show the ranks of a job. Returns the exit code."""
+def _show_job(
+    read: tuple["Job", int],
+    folder: str,
+    captures: list[Path],
+    perfetto: Path | None,
+    save: Path | None,
+    shown: Presentation,
+) -> int:
+    """Show the ranks of a job that was read. Returns the exit code."""
     from stepscope.traces.ranks_answer import answer_job, check_job, job_as_json
 
-    job, code = _job_of(captures)
+    job, code = read
     findings = check_job(job)
     if perfetto is not None:  # on the clock of the first rank
         offsets = {clock.rank: clock.offset_ns for clock in job.matched.clocks}
         ranks = [(f"rank {one.number}", load_summary(Path(one.source)), offsets[one.number]) for one in job.ranks]
         _write_perfetto(ranks, perfetto, captures)
-    answer = answer_job(job, findings, _folder_of(captures))
+    answer = answer_job(job, findings, folder)
     shown.show(answer, document=lambda: job_as_json(job, findings), save=save)
     return code or exit_code_of(findings)
 
