@@ -210,9 +210,31 @@ class Nest:
 def numbered(frame: pl.DataFrame, by: list[str]) -> pl.Series:
     """One integer for each distinct combination of the columns `by`, row by row."""
     by = [name for name in by if not is_one_value(frame[name])] or by[:1]
+    key = _one_key([frame[name] for name in by])
+    if key is not None and len(distinct := key.unique()) <= _FEW_KEYS:
+        return distinct.sort().search_sorted(key, side="left").cast(pl.Int64).alias("number")
     distinct = frame.select(by).unique().sort(by).with_row_index("number")
     joined = frame.select(by).join(distinct, on=by, how="left", maintain_order="left", nulls_equal=True)
     return joined["number"].cast(pl.Int64)
+
+
+_FEW_KEYS = 1 << 12
+
+
+def _one_key(columns: list[pl.Series]) -> pl.Series | None:
+    """One integer for each row's values, ordered as they are with null first; None where 64 bits do not hold it."""
+    key, span = None, 1
+    for column in columns:
+        numbers = column.to_physical()
+        if not numbers.dtype.is_integer():
+            return None
+        low, high = cast("int", numbers.min() or 0), cast("int", numbers.max() or 0)
+        span *= high - low + 2
+        if span >= _LARGEST or high >= _LARGEST or low <= -_LARGEST:
+            return None
+        place = (numbers.cast(pl.Int64) - (low - 1)).fill_null(0)
+        key = place if key is None else key * (high - low + 2) + place
+    return key
 
 
 def by_thread(intervals: pl.DataFrame) -> Nest:

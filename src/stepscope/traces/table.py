@@ -236,6 +236,7 @@ _LAUNCH = r"^(cuda|cu|hip)\w*(Launch|Memcpy|Memset)"
 _NO_LAUNCH = r"HostFunc|GraphAdd|Graph\w*Node|GetLaunch|CallConfiguration"
 
 
+_DENSE = 12
 _FEW_IDS = 2**44
 """Correlation ids below this, which is usual, share 64 bits with a number for their process."""
 
@@ -258,7 +259,9 @@ def fits(names: pl.Series, pattern: str, but_not: str | None = None) -> pl.Serie
 
 def named(frame: pl.DataFrame, pattern: str, but_not: str | None = None) -> pl.DataFrame:
     """The rows whose name matches a pattern, and not the other."""
-    return frame.filter(fits(frame["name"], pattern, but_not))
+    names = frame["name"].unique().to_frame()
+    few = names.filter(fits(names["name"], pattern, but_not))
+    return frame.filter(pl.col("name").is_in(few["name"].implode())) if few.height else frame.clear()
 
 
 def launches(names: pl.Series) -> pl.Series:
@@ -386,7 +389,8 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
             one = pl.select(pl.when(known).then(rank)).to_series()
         return number * _FEW_IDS + pl.select(pl.when(one.is_between(0, _FEW_IDS - 1)).then(one)).to_series()
 
-    records = pl.DataFrame({"key": key(calls)}).with_row_index("call").drop_nulls("key").sort("key")
+    records = pl.DataFrame({"key": key(calls)}).with_row_index("call").drop_nulls("key")
+    records = records if records["key"].is_sorted() else records.sort("key")
     if (records["key"] == records["key"].shift(1)).any():
         is_launch, start_ns = launches(calls["name"]), calls["start_ns"]
         records = records.with_columns(
@@ -396,6 +400,11 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
     wanted = key(work)
     if not records.height:
         return pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, work.height)
+    first, last = records["key"][0], records["key"][-1]
+    if last - first < _DENSE * records.height:  # a place for each id is found sooner than the id among the others
+        places = pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, last - first + 1)
+        places.scatter(records["key"] - first, records["call"])
+        return places.gather(wanted.set(~wanted.is_between(first, last), None) - first)
     at = records["key"].search_sorted(wanted.fill_null(-1), side="left").clip(upper_bound=records.height - 1)
     known_key = records["key"].gather(at) == wanted
     return pl.select(pl.when(known_key).then(records["call"].gather(at))).to_series()

@@ -425,11 +425,14 @@ def attribute(table: TraceTable) -> Attribution:
         work = work.with_columns(pl.col("_recomputes") | again)
     keys = ["name", "operator", "part", "phase"]
     places = work.select(pl.col("name", "operator", "part").cast(pl.Categorical), "phase")
-    distinct = places.unique()
-    families = [classify(name, operator=op, part=part, phase=phase) for name, op, part, phase in distinct.iter_rows()]
-    distinct = distinct.with_columns(pl.Series("family", families, dtype=pl.Enum(FAMILIES)))
-    places = places.join(distinct, on=keys, how="left", maintain_order="left", nulls_equal=True)
-    work = work.with_columns(places["family"]).with_columns(_ROLE)
+    number = numbered(places, keys)
+    first = number.to_frame().with_row_index("row").group_by("number").agg(pl.col("row").first()).sort("number")["row"]
+    families = [
+        classify(name, operator=operator, part=part, phase=phase)
+        for name, operator, part, phase in places[first].iter_rows()
+    ]
+    family = pl.Series("family", families, dtype=pl.Enum(FAMILIES)).gather(number)
+    work = work.with_columns(family).with_columns(_ROLE)
     in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
     work = work.with_columns(pl.when(in_phase).then(pl.lit(ROOT, pl.Categorical())).otherwise("module").alias("module"))
     return Attribution(

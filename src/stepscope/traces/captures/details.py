@@ -476,6 +476,8 @@ def _replayed(attribution: Attribution) -> pl.DataFrame:
     """The work of replays, in the order of calls and, within one, of nodes or starts."""
     calls, work = attribution.table.calls, attribution.work
     launching = fits(calls["name"], _GRAPH_LAUNCH)
+    if not launching.any():
+        work, launching = work.clear(), launching.clear()
     chosen = work.filter(
         gather(launching, work["launch_row"]).fill_null(False) & (pl.col("kind").cast(pl.String) != "graph")
     )

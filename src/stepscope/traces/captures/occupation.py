@@ -169,7 +169,7 @@ def waits(table: TraceTable, work: pl.DataFrame) -> pl.DataFrame:
     calls = named(table.calls, _WAIT, _NO_WAIT).select(columns)
     # A copy to pageable memory blocks, whatever the name of its call. A copy to pinned memory returns at once.
     copies = named(work.select("process", "launch_thread", "launch_ns", "name"), _TO_HOST)
-    to_host = named(table.calls, r"Memcpy\w*Async").join(
+    to_host = named(table.calls if copies.height else table.calls.clear(), r"Memcpy\w*Async").join(
         copies,
         left_on=["process", "thread", "start_ns"],
         right_on=["process", "launch_thread", "launch_ns"],
