@@ -378,51 +378,56 @@ def queues(attribution: Attribution) -> tuple[Queue, ...]:
     """The queue of each device; none for a CPU, and where no launch is recorded."""
     if attribution.table.on_cpu:
         return ()
-    launched = attribution.work.select(
-        "device",
-        "launch_ns",
-        pl.max_horizontal("start_ns", "launch_ns").alias("start_ns"),  # clocks of host and device may differ a little
-    ).filter(pl.col("launch_ns").is_not_null())
+    work = attribution.work.select("device", "launch_ns", "start_ns")
+    if work["launch_ns"].null_count():
+        work = work.drop_nulls("launch_ns")
+    devices = work["device"].unique().sort().to_list()
     return tuple(
-        _queue(device, launched.filter(pl.col("device") == device))
-        for device in launched["device"].unique().sort().to_list()
+        _queue(device, work.filter(pl.col("device") == device) if len(devices) > 1 else work) for device in devices
     )
 
 
 def _queue(device: int, work: pl.DataFrame) -> Queue:
-    launched, started = (
-        work[column].sort().alias("at_ns").to_frame().with_columns(pl.lit(change, pl.Int8).alias("change"))
-        for column, change in (("launch_ns", 1), ("start_ns", -1))
+    """The queue from the sorted moments of launches and of starts.
+
+    Its length at a moment is how many launches are no later, less how many starts are. It is empty from a start to the
+    next launch where the one after so many starts is still to come.
+    """
+    starts = work.select(pl.max_horizontal("start_ns", "launch_ns")).to_series()  # two clocks may differ a little
+    waits = starts - work["launch_ns"]
+    launched, started = work["launch_ns"].sort(), starts.sort()
+    span_ns = started[-1] - launched[0]
+    length = pl.int_range(1, work.height + 1, dtype=pl.Int64, eager=True) - started.search_sorted(
+        launched, side="right"
     )
-    changes = (
-        launched.merge_sorted(started, "at_ns")
-        .select("at_ns", pl.col("change").cast(pl.Int64).cum_sum().alias("length"))
-        .filter(pl.col("at_ns").ne_missing(pl.col("at_ns").shift(-1)))  # what follows from all changes of a moment
-        .with_columns((pl.col("at_ns").shift(-1) - pl.col("at_ns")).fill_null(0).alias("lasts_ns"))
-    )
-    area = (changes["length"] * changes["lasts_ns"]).cum_sum()
-    first, last = changes["at_ns"][0], changes["at_ns"][-1]
-    span_ns, waited_ns = last - first, int((work["start_ns"] - work["launch_ns"]).sum())
-    empty_ns = int(changes.filter(pl.col("length") == 0)["lasts_ns"].sum())
-    longest, median = changes["length"].max(), (work["start_ns"] - work["launch_ns"]).median()
+    longest, median = length.max(), waits.median()
     return Queue(
         device=device,
         span_ns=span_ns,
-        mean=waited_ns / span_ns if span_ns else 0.0,
+        mean=int(waits.sum()) / span_ns if span_ns else 0.0,
         longest=longest if isinstance(longest, int) else 0,
-        empty_share=empty_ns / span_ns if span_ns else 0.0,
+        empty_share=int((launched[1:] - started[:-1]).clip(lower_bound=0).sum()) / span_ns if span_ns else 0.0,
         wait_ns=round(median) if isinstance(median, int | float) else 0,
-        over_time=_means(changes, area, first, span_ns) if span_ns >= PIECES else (),
+        over_time=_means(launched, started, span_ns) if span_ns >= PIECES else (),
     )
 
 
-def _means(changes: pl.DataFrame, area: pl.Series, first: int, span_ns: int) -> tuple[float, ...]:
-    """The mean length in each part of the span, from the area below the curve up to each bound."""
-    bounds = pl.Series([first + span_ns * piece // PIECES for piece in range(PIECES + 1)], dtype=pl.Int64)
-    at = (changes["at_ns"].search_sorted(bounds, side="right").cast(pl.Int64) - 1).clip(lower_bound=0)
-    whole = (area - changes["length"] * changes["lasts_ns"]).gather(at)
-    below = whole + changes["length"].gather(at) * (bounds - changes["at_ns"].gather(at))
-    return tuple((below.diff().drop_nulls() / bounds.diff().drop_nulls()).to_list())
+def _means(launched: pl.Series, started: pl.Series, span_ns: int) -> tuple[float, ...]:
+    """The mean length in each part of the span: the time that what is launched by its end has waited there."""
+    first = launched[0]
+    bounds = [first + span_ns * piece // PIECES for piece in range(PIECES + 1)]
+    ends = pl.Series(bounds, dtype=pl.Int64)
+    area_ns, means = [0] * (PIECES + 1), []
+    for moments, sign in ((launched, 1), (started, -1)):
+        at, before, elapsed_ns = [0, *moments.search_sorted(ends, side="right").to_list()], 0, 0
+        for piece, bound in enumerate(bounds):
+            fresh = moments[at[piece] : at[piece + 1]]
+            elapsed_ns += before * (bound - bounds[max(0, piece - 1)]) + int((bound - fresh).sum())
+            before += len(fresh)
+            area_ns[piece] += sign * elapsed_ns
+    for piece in range(PIECES):
+        means.append(float(area_ns[piece + 1] - area_ns[piece]) / float(bounds[piece + 1] - bounds[piece]))
+    return tuple(means)
 
 
 # Replays of CUDA graphs: how many kernels each has, and which operator and module each kernel was when captured.
