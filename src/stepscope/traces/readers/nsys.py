@@ -56,7 +56,7 @@ from stepscope.traces.table import (
 NO_NUMBER = 1 - 2**63
 """Stands for null while numbers are read; no clock, thread or id comes near."""
 _READERS = 2
-_BATCH_ROWS = 1 << 16
+_BATCH_ROWS = 1 << 18
 """The most raw rows of an export that are held at once: they take several times the memory of what is kept."""
 _LEAST_ROW_BYTES = 16
 """A row of two times, an id and a name takes more bytes than this in an export."""
