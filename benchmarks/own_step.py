@@ -77,7 +77,7 @@ _QWEN = {
     "tie_word_embeddings": True,
     "use_cache": False,
 }
-_GPT2 = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "use_cache": False}
+_GPT2 = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "use_cache": False, "loss_type": "ForCausalLM"}
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, int]]]] = {
     # name: the class of transformers, what its configuration has beside the defaults, by size samples and their length
     "llama-3.2-1b": ("LlamaForCausalLM", _LLAMA, {"2k": (2, 1024), "16k": (8, 2048)}),
@@ -175,17 +175,35 @@ ATTENTIONS = ("flash", "cudnn", "efficient", "flex", "masked")
 SDPA. The usual is SDPA's own choice without a mask."""
 
 _MASTERS = {"dtype": "bf16-master", "optimizer": "adamw-one-launch", "graph": "step"}
-_ON_CPU: dict[str, Way] = {"bf16, eager": {"dtype": "bf16"}, "bf16, default": {"dtype": "bf16", "compile": "default"}}
+_ON_CPU: dict[str, Way] = {"bf16, eager": {"dtype": "bf16"}, "bf16, sdpa": {"dtype": "bf16", "attention": "sdpa"}}
 _ALL = {"norm": "fused", "mlp": "fused", "loss": "fused"}
+_JOINT = {"projections": "joint"}
+_LOSS = {"loss": "fused"}
+_DEFAULT, _BLOCKS = {"compile": "default"}, {"compile": "blocks"}
 OURS: dict[str, Way] = {
-    "fused, graph": {**_MASTERS, **_ALL},
-    "default, graph": {**_MASTERS, "compile": "default"},
-    "fused loss, default, graph": {**_MASTERS, "loss": "fused", "compile": "default"},
-    "fused, default, graph": {**_MASTERS, **_ALL, "compile": "default"},
-    "fused loss, blocks, graph": {**_MASTERS, "loss": "fused", "compile": "blocks"},
-    "blocks, graph": {**_MASTERS, "compile": "blocks"},
-    "blocks, graph, under backward": {**_MASTERS, "compile": "blocks", "optimizer": "adamw-under-backward"},
-    "eager, graph": _MASTERS,
+    "flash, joint, fused, graph": {**_MASTERS, **_ALL, **_JOINT, "attention": "flash"},
+    "flash, joint, fused loss, default, graph": {**_MASTERS, **_LOSS, **_JOINT, **_DEFAULT, "attention": "flash"},
+    "flash, joint, default, graph": {**_MASTERS, **_JOINT, **_DEFAULT, "attention": "flash"},
+    "flash, joint, fused, default, graph": {**_MASTERS, **_ALL, **_JOINT, **_DEFAULT, "attention": "flash"},
+    "flash, default, graph": {**_MASTERS, **_DEFAULT, "attention": "flash"},
+    "sdpa, joint, default, graph": {**_MASTERS, **_JOINT, **_DEFAULT, "attention": "sdpa"},
+    "sdpa, default, graph": {**_MASTERS, **_DEFAULT, "attention": "sdpa"},
+    "sdpa, fused loss, default, graph": {**_MASTERS, **_LOSS, **_DEFAULT, "attention": "sdpa"},
+    "flash, joint, blocks, graph": {**_MASTERS, **_JOINT, **_BLOCKS, "attention": "flash"},
+    "default, graph": {**_MASTERS, **_DEFAULT},
+    "flash, joint, default, graph, under backward": {
+        **_MASTERS,
+        **_JOINT,
+        **_DEFAULT,
+        "attention": "flash",
+        "optimizer": "adamw-under-backward",
+    },
+    "sdpa, default, graph, under backward": {
+        **_MASTERS,
+        **_DEFAULT,
+        "attention": "sdpa",
+        "optimizer": "adamw-under-backward",
+    },
 }
 """Steps that `tune` comes to: what is usually faster, taken together, and what its later rounds change."""
 

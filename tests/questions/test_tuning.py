@@ -207,7 +207,7 @@ def test_the_usual_changes_are_those_that_the_step_may_have():
     assert fields(["parallel"], **ranks) == {"optimizer", "attention", *parts}
     own = FactoryWorkload(model=UserModel(name=""), factory="own.py:make")
     assert [set(group) for group in groups_that_may(own, frozenset())] == [
-        {"dtype", "optimizer"}, {"graph"}, {"norm", "mlp", "loss"},
+        {"dtype", "optimizer"}, {"graph"}, {"attention"}, {"norm", "mlp", "loss"}, {"projections"},
     ]  # fmt: skip
 
 
@@ -267,18 +267,15 @@ def test_a_user_s_model_without_such_modules_has_the_rest_of_what_is_usually_fas
     search, bench = searched_own(None)
     refused, again = (tried for tried in search.tried if tried.round == "together")
     assert refused.verdict == "refused" and "it has no RMSNorm, no SwiGLU" in refused.why
-    assert again.verdict == "taken" and set(again.change) == {"dtype", "optimizer", "graph"}
+    assert again.verdict == "taken" and set(again.change) == {"dtype", "optimizer", "graph", "attention", "projections"}
     assert sum("fused" in step.parts.values() for step in bench.raced) == 1
     assert not [tried for tried in search.tried if tried.round.startswith("kernels")]
     assert search.best.graph == "step" and getattr(search.best, "norm", "") == "reference"
 
 
-def test_kernels_alone_that_are_refused_are_one_row_each():
-    """Where nothing else is tried with them, their own rounds find out."""
-    search, _ = searched_own(None, frozenset({"dtype", "optimizer"}))
-    assert [(t.round, t.verdict) for t in search.tried if "fused" in t.change.values()] == [
-        ("together", "refused"), ("kernels", "refused"), *[("kernels apart", "refused")] * 3,
-    ]  # fmt: skip
+def test_kernels_of_which_a_model_has_none_are_asked_for_once():
+    search, _ = searched_own(None, frozenset({"dtype", "optimizer", "attention", "projections"}))
+    assert [(t.round, t.verdict) for t in search.tried if "fused" in t.change.values()] == [("together", "refused")]
     assert search.best.graph == "step"
 
 
@@ -532,7 +529,7 @@ def test_the_factory_s_own_optimizer_stays_and_what_is_wrong_with_its_run_is_sai
     answer = answer_tuned(tune(asked, racing, device="cpu", on_gpu=False))
     assert "SGD" in answer.lead[0].text
     (gave,) = (table for table in answer.tables if table.title == "What each change gave")
-    assert [row[0] for row in gave.rows] == ["precision", "compile"]
+    assert [row[0] for row in gave.rows] == ["precision", "projections", "compile"]
     (wrong,) = (finding for finding in answer.findings if finding.severity == "error")
     assert wrong.kind == "baseline-doubted" and wrong.sentence.endswith("found an error: It is wrong.")
 

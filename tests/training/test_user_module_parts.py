@@ -21,6 +21,7 @@ from stepscope.recording.driven import step_flops
 from stepscope.recording.step import drive
 from stepscope.runs.answer import answer_run
 from stepscope.runs.checks import check_run
+from stepscope.training.parts.replaced import join_projections, joined
 from stepscope.training.user_module.loading import make_user_step
 from stepscope.training.user_module.module_step import ModuleStep
 from tests.command import stepscope
@@ -282,3 +283,104 @@ def test_kernels_that_never_ran_are_a_finding():
 
     assert kinds({"stepscope::rms_norm_forward": 1}) == []
     assert kinds({"aten::rsqrt": 1}) == ["norm fused was asked for, but it ran 0 times where the step has 1 calls."]
+
+
+SWAPPED = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def make(dropout=0.0, attention="sdpa"):
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, attention_dropout=dropout, use_cache=False, attention_bias=True)
+    config = LlamaConfig(**sizes)
+    config._attn_implementation = attention
+    ids = torch.randint(64, (2, 12))
+    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+"""
+
+
+def own_llama(folder: Path, arguments: dict[str, Any] | None = None, **choices: Any) -> ModuleStep:
+    pytest.importorskip("transformers", reason="its models are swapped")
+    (folder / "swapped.py").write_text(SWAPPED)
+    workload = FactoryWorkload(
+        model=UserModel(name=""), factory=f"{folder}/swapped.py:make", arguments=arguments or {}, **choices
+    )
+    step, _ = make_user_step(workload, DEVICE)
+    assert isinstance(step, ModuleStep)
+    return step
+
+
+def losses_of(step: ModuleStep, steps: int = 3) -> list[float]:
+    losses: list[float] = []
+    for _ in range(steps):
+        drive(step)
+        assert step.loss is not None
+        losses.append(step.loss.item())
+    return losses
+
+
+def test_joint_projections_and_another_attention_train_a_user_s_model_alike(tmp_path: Path):
+    own = losses_of(own_llama(tmp_path))
+    swapped = own_llama(tmp_path, attention="sdpa", projections="joint")
+    assert losses_of(swapped) == pytest.approx(own, rel=1e-5)
+    first = swapped.model.get_submodule("model.layers.0.self_attn")
+    q, k = (getattr(first, name).weight for name in ("q_proj", "k_proj"))
+    assert k.data_ptr() == q.data_ptr() + q.nbytes, "one product reads them"
+    assert not first.q_proj.joint.apart
+
+
+def test_a_padded_batch_keeps_the_mask_that_transformers_makes(tmp_path: Path):
+    """The mask is decided call by call: a swapped model that gets a padding mask computes what it did before."""
+    step = own_llama(tmp_path, attention="sdpa")
+    model, batch = step.user_module.module, step.user_module.batches[0]
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :5] = 0
+    packed = torch.tensor([[*range(4), *range(8)], [*range(12)]], device=mask.device)
+    for more in ({"attention_mask": mask}, {"position_ids": packed}):
+        swapped = model(**batch, **more).loss.item()
+        model.config._attn_implementation = "sdpa"
+        assert swapped == pytest.approx(model(**batch, **more).loss.item(), rel=1e-6)
+        model.config._attn_implementation = "stepscope-sdpa"
+    assert swapped != pytest.approx(model(**batch).loss.item(), rel=1e-5), "packed documents are told apart"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "choices", "why"),
+    [
+        ({"attention": "eager"}, {"attention": "sdpa"}, "takes the place of sdpa, and LlamaForCausalLM has eager"),
+        ({"dropout": 0.1}, {"attention": "reference"}, "takes no call of .*it has dropout"),
+    ],
+)
+def test_a_model_with_another_attention_than_the_swap_assumes_is_refused(
+    tmp_path: Path, arguments: dict[str, Any], choices: dict[str, Any], why: str
+):
+    with pytest.raises(InputError, match=why):
+        own_llama(tmp_path, arguments, **choices)
+
+
+def test_an_attention_that_computes_something_else_is_refused_by_the_model_s_own_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from stepscope.training.user_module import module_step
+
+    wrong = lambda q, k, v, *, causal, scale=None, window=None: v.repeat_interleave(2, 1)  # noqa: E731
+    monkeypatch.setattr(module_step, "implementation", lambda _: wrong)
+    with pytest.raises(InputError, match=r"attention sdpa-math changes what .* computes: its gradients are"):
+        own_llama(tmp_path, attention="sdpa-math")
+
+
+def test_projections_called_with_other_inputs_compute_apart():
+    class Cross(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(4, n) for n in (4, 2, 2))
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.cat([self.q_proj(x), self.k_proj(y), self.v_proj(y)], -1)
+
+    cross, x, y = Cross(), torch.randn(3, 4), torch.randn(3, 4)
+    own = cross(x, y)
+    undo = join_projections(cross)
+    assert torch.allclose(cross(x, y), own) and joined(cross)[0].apart
+    undo()
+    assert type(cross.q_proj) is torch.nn.Linear and not joined(cross)

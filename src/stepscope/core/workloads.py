@@ -28,6 +28,7 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.files import identity_of
 from stepscope.core.model_config import LARGEST, PRESETS, ModelConfig, configure, whole_number
 from stepscope.core.parts import (
+    ATTENTIONS,
     MODULE_PARTS,
     PARTS,
     REFERENCE,
@@ -237,6 +238,12 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Whether operators run one by one, as blocks that offload need it."""
         return self.compile == "eager" and self.graph == "none"
 
+    def _check_projections(self) -> None:
+        choose(self.projections, PROJECTIONS, "projections")
+        if self.projections == "joint" and (self.parallel != NOT_PARALLEL or PRECISIONS[self.dtype].scaled):
+            other = f"dtype {self.dtype}" if self.parallel == NOT_PARALLEL else f"--parallel {self.parallel}"
+            raise InputError(f"projections joint does not go with {other}: choose --projections apart")
+
     def without_what_has_no_effect(self) -> None:
         """Set to its default, while the record is made, what changes nothing in this phase: it must not split cells."""
         settled: dict[str, object] = {}
@@ -411,10 +418,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"loss {self.loss} reads the head's weight without calling the head, and --parallel {self.parallel} "
                 f"gathers what is called: choose --loss {REFERENCE}, or --parallel fsdp2"
             )
-        choose(self.projections, PROJECTIONS, "projections")
-        if self.projections == "joint" and (self.parallel != NOT_PARALLEL or PRECISIONS[self.dtype].scaled):
-            other = f"dtype {self.dtype}" if self.parallel == NOT_PARALLEL else f"--parallel {self.parallel}"
-            raise InputError(f"projections joint does not go with {other}: choose --projections apart")
+        self._check_projections()
 
     def _check_checkpointing(self) -> None:
         group, last, layers = group_of(self.checkpointing), selective_of(self.checkpointing), self.model.layers
@@ -582,7 +586,7 @@ class UserModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 _LATER: dict[str, object] = {
     "parallel": NOT_PARALLEL, "ranks": 1, "graph": "none", "clip": None, "norm": REFERENCE, "mlp": REFERENCE,
-    "loss": REFERENCE,
+    "loss": REFERENCE, "attention": None, "projections": "apart",
 }  # fmt: skip
 """Fields that came after the first results were stored, with their defaults: they count where they differ."""
 
@@ -593,8 +597,6 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
     model: UserModel
     sizes: ClassVar[None] = None
     layers: ClassVar[int] = 0
-    attention: ClassVar[None] = None
-    projections: ClassVar[str] = "apart"
 
     @property
     def batch_size(self) -> int | None:
@@ -686,6 +688,9 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
     loss: Kernels = REFERENCE
     """How these parts are computed: the model's own code, or the kernels of core/parts.py, where a module computes the
     same (training/parts/replaced.py)."""
+    attention: Attention | None = None
+    """What computes its attention where transformers calls it, without a mask; None for what the model says."""
+    projections: Projections = "apart"
     seed: int = 0
     by_factory: tuple[str, ...] = ()
     """The choices that the factory made, in place of options: `optimizer`, `phases`."""
@@ -698,6 +703,9 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
         for part, name in self.parts.items():
             msgspec.structs.force_setattr(self, part, choose_name(name, PARTS[part], part))
+        if self.attention is not None:
+            choose(self.attention, ATTENTIONS, "attention")
+        self._check_projections()
         self.without_what_has_no_effect()
 
     @property
@@ -750,7 +758,12 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
     def words(self, *without: str) -> list[str]:
         in_key = {"batch_size": self.batch_size, "seq_len": self.seq_len}  # as b4 and s128
         values = [f"{n}{value}" for n, value in self.arguments.items() if n not in in_key or in_key[n] != value]
-        more = {"arguments": "-".join(values), **part_words(self.parts)}
+        more = {
+            "arguments": "-".join(values),
+            "attention": self.attention or "",
+            **part_words(self.parts),
+            "projections": f"{self.projections}-projections" if self.projections != "apart" else "",
+        }
         return super().words(*without) + [word for field, word in more.items() if word and field not in without]
 
 
@@ -763,6 +776,8 @@ class WatchedWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
     """The number of this process among those that train together; None if it is alone."""
     world_size: int = 1
     seed: ClassVar[int] = 0
+    attention: ClassVar[None] = None
+    projections: ClassVar[str] = "apart"
     factory: ClassVar[str] = ""
     arguments: ClassVar[Mapping[str, Any]] = {}
     by_factory: ClassVar[tuple[str, ...]] = ()

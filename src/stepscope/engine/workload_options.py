@@ -259,7 +259,7 @@ _TWO_MODELS = "--module and --model both say which model: give one of them"
 _ARG_ALONE = "--arg belongs to --module, or --model CONFIG.json: say whose argument it is"
 _OF_ANY_MODEL = (
     "dtype", "phase", "compile", "graph", "optimizer", "clip", "checkpointing", "accumulation", "parallel", "ranks",
-    "seed", "kernels", *MODULE_PARTS,
+    "seed", "kernels", "attention", "projections", *MODULE_PARTS,
 )  # fmt: skip
 """Options of a workload that say something of a user's own model, too."""
 

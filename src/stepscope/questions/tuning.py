@@ -101,7 +101,9 @@ def groups_that_may(best: Workload, kept: frozenset[str]) -> list[Change]:
 
 def _attentions(best: Workload, on_gpu: bool) -> Iterator[Change]:
     # `sdpa` stands for all of PyTorch's but cuDNN's: it chooses among them by itself.
-    for name in ("flash", "sdpa-cudnn", "sdpa") if on_gpu else PREFERRED_ELSEWHERE:
+    # A model of a user's own calls SDPA as it is, with a mask wherever transformers makes one.
+    elsewhere = PREFERRED_ELSEWHERE if best.sizes is not None else ()
+    for name in ("flash", "sdpa-cudnn", "sdpa") if on_gpu else elsewhere:
         yield {"attention": name}
 
 
@@ -146,7 +148,7 @@ def _under_backward(best: Workload, on_gpu: bool) -> Iterator[Change]:
 
 def recomputed(best: Workload) -> tuple[str, ...]:
     """Checkpointing that the step may have, by what it computes again: the least first."""
-    if best.attention is None or not is_kept(best.attention):
+    if best.sizes is None or not is_kept(best.attention):
         return ("none", *KEEPING, "every-1")
     current = (best.checkpointing,) if selective_of(best.checkpointing) else ()
     mixed = sorted({*mixtures(best.layers), *current}, key=lambda each: selective_of(each) or 0, reverse=True)
@@ -173,7 +175,7 @@ def _lighter_work(best: Workload, on_gpu: bool) -> Iterator[Change]:
 def with_most_blocks(best: Workload, fits: Callable[[Workload], bool]) -> Workload:
     """The step with the most blocks that keep what their products return and fit, by prediction: between the mixtures
     that are tried by themselves. The step as it is where they all fit, or none of them does, or nothing predicts it."""
-    if best.attention is None or not is_kept(best.attention):
+    if best.sizes is None or not is_kept(best.attention):
         return best
     last, layers = selective_of(best.checkpointing), best.layers
     if last is None and best.checkpointing != "attention":
@@ -308,6 +310,16 @@ class Bench(Protocol):
         ...
 
 
+ABSENT = ("replace nothing", "replaces nothing", "takes the place of")
+"""Words of a refusal of what a user's model does not have at all."""
+
+
+def refused_fields(why: str) -> frozenset[str]:
+    """The fields of a user's step that a refusal speaks of."""
+    named = {"attention ": "attention", "projections ": "projections", "CUDA graph": "graph"}
+    return next((frozenset({field}) for words, field in named.items() if words in why), frozenset(PARTS))
+
+
 @dataclass
 class Search:
     """A search as it goes on: stopped at any moment, it has what it found."""
@@ -353,20 +365,26 @@ class Search:
     def _go_together(self, usual: list[Change], bench: Bench, tell: Callable[[str], None]) -> list[Change]:
         """Try all of these as one change; returns those that were tried last.
 
-        Whether a user's model has modules that other kernels compute, only its process can tell: it makes the model,
-        and holds each module against its replacement on the device. Where it has none, the race is refused as soon as
-        the model is made. So nobody asks before: the change is tried again without the kernels. Where it then runs,
-        they were the reason, and no later round asks for them.
+        Whether a user's model has modules that other kernels compute, projections of one input, or an attention that
+        can be swapped, only its process can tell: it makes the model, and holds what is swapped against the model's own
+        code on the device. Where it has none, the race is refused as soon as the model is made. So nobody asks before:
+        the change is tried again without what was refused. What the model does not have at all, no later round asks
+        for.
         """
         self._go(together(usual), bench, tell)
-        others, tries = [group for group in usual if not group.keys() <= PARTS.keys()], len(self.tried)
-        because_of = self.tried[-1].verdict if self.tried and self.tried[-1].round == TOGETHER else None
-        if not self.best.factory or because_of not in ("refused", "failed") or len(others) == len(usual):
-            return usual
-        self._go(together(others), bench, tell)
-        if because_of == "refused" and len(self.tried) > tries and self.tried[-1].ratio is not None:
-            self.kept |= PARTS.keys()
-        return others
+        while self.best.factory and self.tried and self.tried[-1].round == TOGETHER:
+            last = self.tried[-1]
+            fields = refused_fields(last.why) if last.verdict == "refused" else frozenset(PARTS)
+            others = [group for group in usual if not group.keys() <= fields]
+            if last.verdict not in ("refused", "failed") or len(others) == len(usual):
+                break
+            if last.verdict == "refused" and any(words in last.why for words in ABSENT):
+                self.kept |= fields
+            tries, usual = len(self.tried), others
+            self._go(together(usual), bench, tell)
+            if len(self.tried) == tries:
+                break
+        return usual
 
     def _go(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> None:
         if (faster := self._round(round_, bench, tell)) is not None:

@@ -18,7 +18,8 @@ import inspect
 import types
 import typing
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ from stepscope.core.parts import (
     named_kernels,
 )
 from stepscope.kernels.operators import transformed_by_func
+from stepscope.kernels.parts.projections import joint_projections
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.parts import part_function
 from stepscope.training.parts.gate import (
@@ -709,3 +711,102 @@ def replace_parts(
             stacklevel=2,
         )
     return replaced
+
+
+# Projections of one input as one product: query, key and value; gate and up.
+#
+# Linear layers of one module that are called with the same tensor, one after another: the first call computes all of
+# them as one product (kernels/parts/projections.py), and the others take their part of it. Nothing else is assumed of
+# the module. A group that is called with other tensors computes each by itself from then on.
+
+
+JOINT_NAMES = (
+    ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("to_q", "to_k", "to_v"), ("wq", "wk", "wv"),
+    ("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"),
+)  # fmt: skip
+"""Names of linear layers of one module that may have one input."""
+
+
+class Joint:
+    """A group of linear layers, and their products of the input that is under way."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = tuple(layers)
+        self.apart = False
+        """Whether they were called with different tensors."""
+        self.x: Tensor | None = None
+        self.parts: dict[int, Tensor] = {}
+
+    def part(self, place: int, x: Tensor) -> Tensor | None:
+        """The product of one of them; None where it is to compute it by itself."""
+        if self.apart:
+            return None
+        if self.x is None:
+            parts = joint_projections(x, [layer.weight for layer in self.layers])
+            self.x, self.parts = x, dict(enumerate(parts))
+        if self.x is not x or place not in self.parts:
+            self.apart, self.x, self.parts = True, None, {}
+            return None
+        part = self.parts.pop(place)
+        if not self.parts:
+            self.x = None
+        return part
+
+
+class _JointLinear(nn.Linear):
+    """A linear layer whose product is a part of its group's."""
+
+    joint: Joint
+    place: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = self.joint.part(self.place, x)
+        if part is None:
+            return F.linear(x, self.weight, self.bias)
+        return part if self.bias is None else part + self.bias.to(part.dtype)
+
+
+def join_projections(model: nn.Module) -> Callable[[], None]:
+    """Let groups of a model's linear layers be one product each, in place; returns what undoes it. Raises InputError
+    where there is none. Layers that are shared, hooked, adapted or parametrised are left alone."""
+    times = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    groups: list[Joint] = []
+    for module in model.modules():
+        children = dict(module.named_children())
+        for names in JOINT_NAMES:
+            layers = [children.get(name) for name in names]
+            if all(_may_join(layer, layers[0], times) for layer in layers):
+                groups.append(Joint([layer for layer in layers if isinstance(layer, nn.Linear)]))
+    if not groups:
+        raise InputError(
+            f"projections joint replaces nothing in {type(model).__name__}: it has no plain linear layers of one input "
+            "by the usual names, as q_proj, k_proj and v_proj; leave out --projections"
+        )
+    for group in groups:
+        for place, layer in enumerate(group.layers):
+            layer.__class__ = _JointLinear
+            layer.joint, layer.place = group, place  # pyright: ignore[reportAttributeAccessIssue]
+
+    def undo() -> None:
+        for group in groups:
+            for layer in group.layers:
+                layer.__class__ = nn.Linear
+                del layer.joint, layer.place
+
+    return undo
+
+
+def _may_join(layer: Any, first: Any, times: Mapping[int, int]) -> bool:
+    """Whether a layer is a plain linear layer like the first of its group."""
+    if type(layer) is not nn.Linear or type(first) is not nn.Linear or layer.in_features != first.in_features:
+        return False
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    like = layer.weight.dtype == first.weight.dtype and layer.weight.device == first.weight.device
+    plain = type(layer.weight) is nn.Parameter and "forward" not in vars(layer) and not any(hooks)
+    return like and plain and times[id(layer.weight)] == 1
+
+
+def joined(model: nn.Module) -> list[Joint]:
+    """The groups of a model that `join_projections` made."""
+    groups = {id(each.joint): each.joint for each in model.modules() if isinstance(each, _JointLinear)}
+    return [*groups.values()]

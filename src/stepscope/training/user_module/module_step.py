@@ -1,8 +1,10 @@
 """Makes a step like the textbook's of a user's own module, or takes the step that a user's factory made."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -20,10 +22,13 @@ from stepscope.core.parts import REFERENCE, Kernels, Part, PartFound, compiles
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workloads import Workload
+from stepscope.kernels.parts.projections import lie_together
 from stepscope.recording.step import Phase
+from stepscope.training.attention import implementation
+from stepscope.training.attention.pytorch import calls_seen, swap_attention
 from stepscope.training.checkpointing import OUTPUTS_KEPT_OF_ANY, KeptCalls, checkpointed
 from stepscope.training.optimizer import updated_by
-from stepscope.training.parts.replaced import replace_in
+from stepscope.training.parts.replaced import join_projections, joined, replace_in
 from stepscope.training.training_step import AssembledStep, Share, StepParts, check_choices, in_16_bits
 from stepscope.training.user_module.user_code import (
     Call,
@@ -507,15 +512,106 @@ def placed(user_module: UserModule, choices: Workload, device: torch.device) -> 
     keep the replacement, which calls the layers as modules and reads their dtypes when it runs.
     """
     there = user_module.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
-    return there.computed_by(choices.parts)
+    return swapped(there.computed_by(choices.parts), choices)
+
+
+# What computes a model otherwise as a whole: attention by another function, projections of one input as one product.
+#
+# The model itself is the judge: its loss and all its gradients on one sample of its batch, before and after. In fp32
+# they may differ by fp32's rounding. Under autocast the model's own code rounds to bf16, too: beside the gradients in
+# fp32 the swapped model's error may be twice its own.
+
+
+_FP32_BOUND = 1e-3
+"""How far gradients in fp32 may be apart, as a share of their norm. Kernels on a GPU multiply fp32 by parts of it."""
+
+
+def swapped(user_module: UserModule, choices: Workload) -> UserModule:
+    """The module with the attention and the projections that were chosen, held against itself first; it is changed in
+    place. Raises InputError, one line, where they replace nothing, or where gradients are others."""
+    if choices.attention is None and choices.projections == "apart":
+        return user_module
+    own = _gradients_of(user_module)
+    for what, swap in _swaps(user_module.module, choices).items():
+        undo = swap()
+        calls_seen()
+        try:
+            _hold(user_module, own, what)
+            taken, why_not = calls_seen()
+            if what.startswith("attention") and not taken:
+                raise InputError(f"{what} takes no call of {user_module.name}: {why_not}; leave out --attention")
+        except InputError:
+            undo()
+            raise
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what the trials took is no memory of the step
+    return user_module
+
+
+def _swaps(module: nn.Module, choices: Workload) -> dict[str, Callable[[], Callable[[], None]]]:
+    """By what the option says, what swaps it in place and returns what undoes that."""
+    swaps: dict[str, Callable[[], Callable[[], None]]] = {}
+    if choices.attention is not None:
+        function = implementation(choices.attention)
+        swaps[f"attention {choices.attention}"] = functools.partial(swap_attention, module, choices.attention, function)
+    if choices.projections == "joint":
+        swaps["projections joint"] = functools.partial(join_projections, module)
+    return swaps
+
+
+def _gradients_of(user_module: UserModule) -> dict[bool, list[Tensor]]:
+    """The loss and the gradients of one sample, in the model's own dtype and, where that is fp32, under autocast to
+    bf16; every time from the same random numbers."""
+    forward, batch = ModuleWithLoss(user_module), user_module.batches[0]
+    sizes = [tensor.shape[0] for _, tensor in named_tensors(batch) if tensor.dim()]
+    with contextlib.suppress(InputError):  # a batch that cannot be split is taken whole
+        batch = split(batch, sizes[0] if sizes else 1, user_module.name)[0]
+    trained = [parameter for parameter in user_module.whole.parameters() if parameter.requires_grad]
+    device = trained[0].device
+    found: dict[bool, list[Tensor]] = {}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        for autocast in (False, True):
+            torch.manual_seed(0)
+            with user_errors(f"{user_module.name} fails"), torch.autocast(device.type, torch.bfloat16, autocast):
+                loss = forward(batch)
+            check_gradient(loss, user_module.name)
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            found[autocast] = [loss.detach(), *(each for each in gradients if each is not None)]
+    return found
+
+
+def _hold(user_module: UserModule, own: Mapping[bool, Sequence[Tensor]], what: str) -> None:
+    """Hold a model that was swapped against its own gradients. Raises InputError where they are others."""
+    swapped = _gradients_of(user_module)
+    bounds = {False: _FP32_BOUND, True: 2 * _apart(own[True], own[False]) + _FP32_BOUND}
+    for autocast, bound in bounds.items():
+        error = _apart(swapped[autocast], own[False])
+        if not error <= bound:  # nor where it is no number
+            how = "under autocast to bf16" if autocast else "in its own dtype"
+            raise InputError(
+                f"{what} changes what {user_module.name} computes: its gradients are {error:.2g} of their norm away "
+                f"{how}, and {bound:.2g} would be rounding; leave it out"
+            )
+
+
+def _apart(these: Sequence[Tensor], those: Sequence[Tensor]) -> float:
+    """The norm of the difference of loss and gradients, as a share of the norm."""
+    if len(these) != len(those):
+        return math.inf
+    pairs = list(zip(these, those, strict=True))
+    away = sum((one.double() - other.double()).square().sum().item() for one, other in pairs)
+    return math.sqrt(away / max(sum(other.double().square().sum().item() for _, other in pairs), 1e-300))
 
 
 def parts_of(user_module: UserModule, choices: Workload, blocks: Sequence[nn.Module] = ()) -> StepParts:
     """What the step of a user's module is assembled of; its blocks, where they are known."""
     names = input_names(user_module.module)
+    masters = in_16_bits(user_module.module, choices, blocks)
+    for group in joined(user_module.module):
+        lie_together([layer.weight for layer in group.layers])
     return StepParts(
         model=user_module.whole,
-        masters=in_16_bits(user_module.module, choices, blocks),
+        masters=masters,
         forward=ModuleAlone(user_module) if choices.phase == "forward" else ModuleWithLoss(user_module),
         batches=[(batch,) for batch in user_module.batches],
         named_tensors=lambda batch: named_tensors(batch[0], names),
