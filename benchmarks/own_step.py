@@ -298,13 +298,15 @@ def _unmasked(
 
 def _to_masters(parameters: Sequence[Tensor], held: Sequence[Tensor]) -> None:
     """Cast each gradient to fp32, into the same place in each step."""
-    pairs = [(p, master) for p, master in zip(parameters, held, strict=True) if p.grad is not None]
-    for _, master in pairs:
-        if master.grad is None:
-            master.grad = torch.empty_like(master)
-    torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-        [master.grad for _, master in pairs], [p.grad for p, _ in pairs]
-    )
+    places: list[Tensor] = []
+    gradients: list[Tensor] = []
+    for parameter, master in zip(parameters, held, strict=True):
+        if parameter.grad is not None:
+            if master.grad is None:
+                master.grad = torch.empty_like(master)
+            places.append(master.grad)
+            gradients.append(parameter.grad)
+    torch._foreach_copy_(places, gradients)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _choose_backend(attention: str) -> None:

@@ -323,8 +323,8 @@ def test_joint_projections_and_another_attention_train_a_user_s_model_alike(tmp_
     own = losses_of(own_llama(tmp_path))
     swapped = own_llama(tmp_path, attention="sdpa", projections="joint")
     assert losses_of(swapped) == pytest.approx(own, rel=1e-5)
-    first = swapped.model.get_submodule("model.layers.0.self_attn")
-    q, k = (getattr(first, name).weight for name in ("q_proj", "k_proj"))
+    first: Any = swapped.model.get_submodule("model.layers.0.self_attn")
+    q, k = first.q_proj.weight, first.k_proj.weight
     assert k.data_ptr() == q.data_ptr() + q.nbytes, "one product reads them"
     assert not first.q_proj.joint.apart
 
@@ -332,7 +332,8 @@ def test_joint_projections_and_another_attention_train_a_user_s_model_alike(tmp_
 def test_a_padded_batch_keeps_the_mask_that_transformers_makes(tmp_path: Path):
     """The mask is decided call by call: a swapped model that gets a padding mask computes what it did before."""
     step = own_llama(tmp_path, attention="sdpa")
-    model, batch = step.user_module.module, step.user_module.batches[0]
+    model: Any = step.user_module.module
+    batch = step.user_module.batches[0]
     mask = torch.ones_like(batch["input_ids"])
     mask[0, :5] = 0
     packed = torch.tensor([[*range(4), *range(8)], [*range(12)]], device=mask.device)

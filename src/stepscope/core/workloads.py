@@ -238,12 +238,6 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Whether operators run one by one, as blocks that offload need it."""
         return self.compile == "eager" and self.graph == "none"
 
-    def _check_projections(self) -> None:
-        choose(self.projections, PROJECTIONS, "projections")
-        if self.projections == "joint" and (self.parallel != NOT_PARALLEL or PRECISIONS[self.dtype].scaled):
-            other = f"dtype {self.dtype}" if self.parallel == NOT_PARALLEL else f"--parallel {self.parallel}"
-            raise InputError(f"projections joint does not go with {other}: choose --projections apart")
-
     def without_what_has_no_effect(self) -> None:
         """Set to its default, while the record is made, what changes nothing in this phase: it must not split cells."""
         settled: dict[str, object] = {}
@@ -418,7 +412,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"loss {self.loss} reads the head's weight without calling the head, and --parallel {self.parallel} "
                 f"gathers what is called: choose --loss {REFERENCE}, or --parallel fsdp2"
             )
-        self._check_projections()
+        check_projections(self.projections, self)
 
     def _check_checkpointing(self) -> None:
         group, last, layers = group_of(self.checkpointing), selective_of(self.checkpointing), self.model.layers
@@ -509,6 +503,14 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"--parallel {self.parallel} over {self.ranks} ranks cannot cut batch_size {self.batch_size} into "
                 f"{micro_batches} micro-batches: give a multiple, or --accumulation, of {self.ranks} or more"
             )
+
+
+def check_projections(projections: str, choices: StepChoices) -> None:
+    """Raise InputError for a name that is none, and for joint projections where no step has them."""
+    choose(projections, PROJECTIONS, "projections")
+    if projections == "joint" and (choices.parallel != NOT_PARALLEL or PRECISIONS[choices.dtype].scaled):
+        other = f"dtype {choices.dtype}" if choices.parallel == NOT_PARALLEL else f"--parallel {choices.parallel}"
+        raise InputError(f"projections joint does not go with {other}: choose --projections apart")
 
 
 def _digest(identity: object) -> str:
@@ -704,8 +706,8 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         for part, name in self.parts.items():
             msgspec.structs.force_setattr(self, part, choose_name(name, PARTS[part], part))
         if self.attention is not None:
-            choose(self.attention, ATTENTIONS, "attention")
-        self._check_projections()
+            choose(self.attention, tuple(ATTENTIONS), "attention")
+        check_projections(self.projections, self)
         self.without_what_has_no_effect()
 
     @property

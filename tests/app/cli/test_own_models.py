@@ -213,11 +213,15 @@ def test_gradients_of_ones_own_by_its_modules(own: Path):
     assert observed["title"] == "As observed under autocast to fp16" and observed["rows"]
 
 
+def test_sizes_belong_to_the_textbook_s_model(own: Path):
+    done = stepscope("run", "--module", "own.py:make", "--layers", 2, cwd=own)
+    assert done.returncode == 2 and "--layers belongs to the textbook's model" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
         (("compile", "--module", "own.py:make", "--model", "tiny"), "--module and --model both say which model"),
-        (("compile", "--module", "own.py:make", "--attention", "sdpa"), "--attention belongs to the textbook's model"),
         (
             ("speed", "--arg", "width=8", "--device", "cpu"),
             "--arg belongs to --module, or --model CONFIG.json: say whose",

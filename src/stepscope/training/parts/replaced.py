@@ -759,10 +759,10 @@ class _JointLinear(nn.Linear):
     joint: Joint
     place: int
 
-    def forward(self, x: Tensor) -> Tensor:
-        part = self.joint.part(self.place, x)
+    def forward(self, input: Tensor) -> Tensor:
+        part = self.joint.part(self.place, input)
         if part is None:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(input, self.weight, self.bias)
         return part if self.bias is None else part + self.bias.to(part.dtype)
 
 
@@ -785,13 +785,13 @@ def join_projections(model: nn.Module) -> Callable[[], None]:
     for group in groups:
         for place, layer in enumerate(group.layers):
             layer.__class__ = _JointLinear
-            layer.joint, layer.place = group, place  # pyright: ignore[reportAttributeAccessIssue]
+            vars(layer).update(joint=group, place=place)
 
     def undo() -> None:
         for group in groups:
             for layer in group.layers:
                 layer.__class__ = nn.Linear
-                del layer.joint, layer.place
+                del vars(layer)["joint"], vars(layer)["place"]
 
     return undo
 
