@@ -145,9 +145,9 @@ Steps = Annotated[int, Option("Training steps of each run.", TRAINING)]
 Format = Annotated[
     str,
     Option(
-        "The format of the table by kind of module: fp16, bf16, fp8-e5m2 or fp8-e4m3.",
+        "The format of the table by kind of module: fp16, bf16, fp8-e5m2, fp8-e4m3 or one of blocks, as mxfp4.",
         NUMBERS,
-        complete=completed("fp16", "bf16", "fp8-e5m2", "fp8-e4m3"),
+        complete=completed("fp16", "bf16", "fp8-e5m2", "fp8-e4m3", *BLOCK_FORMATS),
     ),
 ]
 

@@ -243,7 +243,7 @@ ModelSize = Annotated[
 LearningRate = Annotated[float | None, Option("The highest learning rate, reached after the warm-up.", TRAINING)]
 Variants = Annotated[
     tuple[str, ...] | None,
-    Option("Run only these variants beside fp32, as in bf16,fp16-unscaled,bf16-pure.", TRAINING),
+    Option("Run only these variants beside fp32, as in bf16,bf16-pure; or formats of blocks, as mxfp4.", TRAINING),
 ]
 Against = Annotated[
     tuple[str, ...],

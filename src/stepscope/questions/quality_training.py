@@ -5,7 +5,8 @@
 fp32, tf32, bf16 and fp16 have parameters in fp32; the latter two run forward under autocast. fp16's loss is scaled by a
 DynamicLossScaler; fp16-unscaled's is not. fp8 and fp8-row are as bf16, with products of 8 bits in the blocks. bf16-pure
 has everything that forward and backward see in bf16, from the rounded fp32 parameters on; its moments and its
-optimizer's arithmetic are fp32 (`training/optimizer.py`).
+optimizer's arithmetic are fp32 (`training/optimizer.py`). Formats of blocks are simulated: they are fp32, and the
+products of linear layers take operands in blocks; `-recipe` is what papers train with in 4 bits (arXiv:2509.25149).
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from stepscope.core.errors import DeviceError, InputError, choose, one_line
+from stepscope.core.float_formats import BLOCK_FORMATS, BlockFormat
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.workloads import TextbookWorkload
@@ -35,7 +37,7 @@ from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import drive
 from stepscope.training import training_step
 from stepscope.training.half_optimizers import AdamWBf16Parameters, Keeping
-from stepscope.training.scaled_products import plain_products, scale_products
+from stepscope.training.scaled_products import Recipe, block_products, first_and_last, plain_products, scale_products
 from stepscope.training.transformer import Transformer
 from stepscope.training.user_module.module_step import ModuleStep
 from stepscope.training.user_module.user_code import moved, user_errors
@@ -98,6 +100,19 @@ class Variant:
     scaled: bool = False
     keeping: Keeping | None = None
     """How parameters in bf16 are kept; None for parameters in fp32."""
+    blocks: BlockFormat | None = None
+    """The format of blocks that products of linear layers take."""
+    recipe: bool = False
+    """Whether gradients are then rounded by chance, those of weights rotated, and the first and last layers left."""
+
+    def products(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """While open, the linear layers of a model take operands in the blocks, if any."""
+        if self.blocks is None:
+            return contextlib.nullcontext()
+        recipe = Recipe(form=self.blocks, stochastic=self.recipe, rotate=self.recipe)
+        paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        left = first_and_last(paths) if self.recipe and paths else set[str]()
+        return block_products(model, lambda path: None if path in left else recipe)
 
 
 REFERENCE = "fp32"
@@ -114,6 +129,12 @@ VARIANTS: dict[str, Variant] = {
     "bf16-pure-kahan": Variant(dtype="bf16-pure", keeping="kahan"),
     "bf16-pure-master": Variant(dtype="bf16-pure", keeping="master"),
 }
+BLOCK_VARIANTS: dict[str, Variant] = {
+    **{name: Variant(dtype="fp32", blocks=form) for name, form in BLOCK_FORMATS.items() if name not in VARIANTS},
+    **{f"{name}-recipe": Variant(dtype="fp32", blocks=BLOCK_FORMATS[name], recipe=True) for name in ("mxfp4", "nvfp4")},
+}
+"""Runs of formats of blocks, which are trained where they are asked for."""
+_EVERY = VARIANTS | BLOCK_VARIANTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +252,7 @@ def train(
             return forward(*data.at(step))
 
     # So that rounding at random is the same whatever ran before, and leaves no trace.
-    with own_randomness(device), matmul_precision(variant.dtype):
+    with own_randomness(device), matmul_precision(variant.dtype), variant.products(model):
         torch.manual_seed(seed)
         trainee = Trainee(
             loss=loss,
@@ -381,14 +402,14 @@ def planned_runs(
     check: raises InputError for a variant that cannot run. So does this function, for one that was asked for.
     """
     if requested is not None and not requested:
-        raise InputError(f"no variant is given: choose of {', '.join(VARIANTS)}")
+        raise InputError(f"no variant is given: choose of {', '.join(_EVERY)}")
     for name in requested or ():
-        choose(name, tuple(VARIANTS), "variant")
+        choose(name, tuple(_EVERY), "variant")
     names: list[str] = []
     left_out: dict[str, str] = {}
     for name in dict.fromkeys(requested or VARIANTS):
         try:
-            check(name, VARIANTS[name])
+            check(name, _EVERY[name])
         except InputError as error:
             if requested is not None:
                 raise
@@ -400,7 +421,7 @@ def planned_runs(
         PlannedRun(name=f"fp32, start of seed {start}", variant=reference, start_seed=start, of_starts=True)
         for start in range(seed + 1, seed + OTHER_STARTS + 1)
     ]
-    others = [PlannedRun(name=name, variant=VARIANTS[name], start_seed=seed) for name in names if name != REFERENCE]
+    others = [PlannedRun(name=name, variant=_EVERY[name], start_seed=seed) for name in names if name != REFERENCE]
     return [PlannedRun(name=REFERENCE, variant=reference, start_seed=seed), *starts, *others], left_out
 
 
@@ -664,7 +685,8 @@ class OwnTraining:
             subject, variant = self._subject, planned.variant
             # So that dropout, and rounding at random, are the same whatever ran before.
             torch.manual_seed(subject.workload.seed)
-            with matmul_precision(variant.dtype), user_errors(f"{subject.name} fails in training"):
+            fails = user_errors(f"{subject.name} fails in training")
+            with matmul_precision(variant.dtype), fails, variant.products(step.model):
                 trained = train_steps(self._trainee(step, variant), self._steps, variant.scaled, tell_step)
             trained.final_loss = subject.judged(step)
             return trained

@@ -29,7 +29,7 @@ from stepscope.questions.replays import Distance, Subject, share
 from stepscope.questions.steps import folded, one_step_of
 from stepscope.recording.environment import resolve_device
 from stepscope.recording.step import Recorder
-from stepscope.training.scaled_products import PRODUCTS, Product, Recipe, block_products
+from stepscope.training.scaled_products import PRODUCTS, BlockLoss, Product, Recipe, block_products, first_and_last
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
 from stepscope.training.user_module.user_code import user_errors
 
@@ -630,32 +630,6 @@ _RECIPES: dict[str, dict[str, Any]] = {
 """The recipes by name, and how they differ from the first; those that name first and last layers leave them alone."""
 
 
-@dataclass(eq=False)
-class BlockLoss:
-    """What operands lose in blocks, counted over the products of a step."""
-
-    form: BlockFormat
-    _counts: Tensor | None = None
-
-    def seen(self, before: Tensor, after: Tensor) -> None:
-        """Count an operand (rows, K): elements that were not zero, and of them those that are now; their blocks."""
-        there, gone = before != 0, (before != 0) & (after == 0)
-        size = self.form.size or before.shape[1]
-        in_blocks = [
-            nn.functional.pad(each, (0, -each.shape[1] % size)).reshape(-1, size).any(1).sum() for each in (there, gone)
-        ]
-        counts = torch.stack([there.sum(), gone.sum(), *in_blocks]).double()
-        self._counts = counts if self._counts is None else self._counts + counts
-
-    @property
-    def shares(self) -> tuple[float, float]:
-        """The share of the elements that become zero, and of the blocks in which one does."""
-        if self._counts is None:
-            return 0.0, 0.0
-        there, gone, blocks, losing = self._counts.tolist()
-        return gone / max(1, there), losing / max(1, blocks)
-
-
 @dataclass(frozen=True, kw_only=True)
 class BlockRun:
     """How far a step is moved by operands in blocks, and what they lost."""
@@ -757,16 +731,6 @@ class BlockReplay:
                 reverse=True,
             ),
         )
-
-
-def first_and_last(paths: Sequence[str]) -> set[str]:
-    """Of linear layers those outside of numbered ones, and those in the first and the last; without numbers, the first
-    and the last of all."""
-    numbers = {path: next((int(part) for part in path.split(".") if part.isdigit()), None) for path in paths}
-    known = [number for number in numbers.values() if number is not None]
-    if not known:
-        return {paths[0], paths[-1]}
-    return {path for path, number in numbers.items() if number in (None, min(known), max(known))}
 
 
 def study_block_shadow(

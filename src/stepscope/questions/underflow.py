@@ -4,7 +4,8 @@ A number of at most half a format's smallest subnormal rounds to zero; between t
 normal it keeps some of its digits. The loss times a power of two moves every gradient up by so many powers of two and
 changes no digit (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2), until the largest overflows. So one
 histogram of exponents, counted in fp32, answers for every format and every scale; a step under autocast then shows
-what really happens, where the chain rule multiplies numbers of 16 bits.
+what really happens, where the chain rule multiplies numbers of 16 bits. In blocks each block chooses its scale, and no
+loss scale helps: there the gradients themselves are rounded.
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +24,14 @@ from torch import Tensor
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note
 from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import digits
-from stepscope.core.float_formats import FORMATS, FloatFormat, float_format
+from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS, BlockFormat, FloatFormat, float_format
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.workloads import Workload, by_sizes
 from stepscope.questions.answers import check_room, computed_answer, curves
 from stepscope.questions.steps import check_loss, layers_folded, one_step_of, step_of
 from stepscope.recording.environment import resolve_device
 from stepscope.recording.step import drive
+from stepscope.training.scaled_products import BlockLoss, round_blocks
 
 COMPARED = ("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")
 SCALES = (0, 10, 16)
@@ -43,6 +45,9 @@ _LARGEST_SCALE = 100
 
 _AUTOCAST = ("fp16", "bf16")
 _OF = ("parameters", "activations")
+IN_BLOCKS = "Non-zero gradients in blocks along their last dimension"
+"""The title of a table."""
+_BLOCK_SHARES = ("becomes zero, %", "blocks that lose one, %", "error, %")
 _SHARES = ("below smallest normal, %", "below smallest subnormal, %", "becomes zero, %", "overflows, %")
 
 
@@ -95,8 +100,9 @@ def study_underflow(
     factory: that of a model of the user's own, in place of a model and its sizes; `arguments`: what it is called
     with.
     """
-    choose(format_name, COMPARED, "format")
-    chosen, on = float_format(format_name), resolve_device(device)
+    choose(format_name, (*COMPARED, *BLOCK_FORMATS), "format")
+    of_blocks, on = BLOCK_FORMATS.get(format_name), resolve_device(device)
+    chosen = None if of_blocks else float_format(format_name)
     workload = one_step_of(factory, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
     by_sizes(workload, lambda sized: check_room(sized, on, bytes_per_parameter=_STEP_BYTES))
     gradients = gradients_of(workload, on)
@@ -110,13 +116,9 @@ def study_underflow(
     shares = {
         (name, scale): shares_of(everything, FORMATS[name], scale) for name in COMPARED for scale in scales_of[name]
     }
-    scales = scales_of[format_name]
-    observed = _observed(workload, on, gradients, format_name, scales)
-    kinds = [
-        (each.kind, each.of, f"2**{scale}", *_cells(shares_of([each.magnitudes], chosen, scale)))
-        for each in gradients
-        for scale in scales
-    ]
+    observed = ()
+    if chosen is not None:
+        observed = _observed(workload, on, gradients, format_name, scales_of[format_name])
     formats = [(name, f"2**{scale}", scale == best[name], *_cells(each)) for (name, scale), each in shares.items()]
     tables = [
         _ranges(gradients),
@@ -125,10 +127,13 @@ def study_underflow(
             columns=("format", "loss scale", "best", *_SHARES),
             rows=tuple(formats),
         ),
+        _by_kind(gradients, chosen or BLOCK_FORMATS[format_name], scales_of.get(format_name, ())),
         Table(
-            title=f"Non-zero gradients by kind of module, in {chosen.name}",
-            columns=("module", "gradients of", "loss scale", *_SHARES),
-            rows=tuple(kinds),
+            title=IN_BLOCKS,
+            columns=("format", "gradients of", *_BLOCK_SHARES),
+            rows=tuple(
+                (name, of, *_in_blocks(gradients, of, form)) for name, form in BLOCK_FORMATS.items() for of in _OF
+            ),
         ),
     ]
     settings: dict[str, Cell] = {**workload.named, "seed": seed, "format": format_name}
@@ -144,6 +149,32 @@ def study_underflow(
         panels=(_panel(gradients, of, chosen) for of in _OF),
         findings=_findings(everything, shares, best, observed, format_name),
     )
+
+
+def _by_kind(gradients: list[Gradients], form: FloatFormat | BlockFormat, scales: Sequence[int]) -> Table:
+    title = f"Non-zero gradients by kind of module, in {form.name}"
+    if isinstance(form, BlockFormat):
+        rows = [(each.kind, each.of, *_in_blocks([each], each.of, form)) for each in gradients]
+        return Table(title=title, columns=("module", "gradients of", *_BLOCK_SHARES), rows=tuple(rows))
+    kinds = [
+        (each.kind, each.of, f"2**{scale}", *_cells(shares_of([each.magnitudes], form, scale)))
+        for each in gradients
+        for scale in scales
+    ]
+    return Table(title=title, columns=("module", "gradients of", "loss scale", *_SHARES), rows=tuple(kinds))
+
+
+def _in_blocks(gradients: list[Gradients], of: str, form: BlockFormat) -> tuple[Cell, ...]:
+    """Shares of the non-zero gradients and of the blocks, in percent, and the relative error of all together."""
+    loss, off, size = BlockLoss(form), 0.0, 0.0
+    for each in gradients:
+        for tensor in each.tensors.values() if each.of == of else ():
+            rows = tensor.float().reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.float().reshape(1, 1)
+            rounded = round_blocks(rows, form)
+            loss.seen(rows, rounded)
+            off += float((rounded - rows).double().square().sum())
+            size += float(rows.double().square().sum())
+    return *(digits(100 * share) for share in loss.shares), digits(100 * math.sqrt(off / size) if size else 0.0)
 
 
 def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> list[Gradients]:
@@ -288,15 +319,17 @@ def _observed(
     return tuple(rows)
 
 
-def _panel(gradients: list[Gradients], of: str, number: FloatFormat) -> Panel:
-    """Histograms by kind of module, with upright lines where the format ends."""
+def _panel(gradients: list[Gradients], of: str, number: FloatFormat | None) -> Panel:
+    """Histograms by kind of module, with upright lines where the format ends, if it is none of blocks."""
     points: list[tuple[str, float, float]] = []
     for each in gradients:
         if each.of == of and (counts := exponents(each.magnitudes)):
             total = counts.total()
             points += [(each.kind, float(k), counts[k] / total) for k in range(min(counts), max(counts) + 1)]
     highest = max((share for _, _, share in points), default=0.0)
-    for end, value in (("subnormal", number.smallest_subnormal), ("normal", number.smallest_normal)):
+    ends = () if number is None else (("subnormal", number.smallest_subnormal), ("normal", number.smallest_normal))
+    for end, value in ends:
+        assert number is not None
         points += [(f"smallest {end} of {number.name}", math.log2(value), y) for y in (0.0, highest)]
     return curves(
         points, x_title="exponent of the gradient, base 2", y_title=f"share of the non-zero gradients of {of}"

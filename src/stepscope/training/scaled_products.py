@@ -314,6 +314,30 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     return ((exponent + _FIRST_EXPONENT) << 23).clamp_(min=1 << 22).view(torch.float32)
 
 
+@dataclass(eq=False)
+class BlockLoss:
+    """What tensors lose in blocks, added up."""
+
+    form: BlockFormat
+    _counts: Tensor | None = None
+
+    def seen(self, before: Tensor, after: Tensor) -> None:
+        """Count a tensor (rows, K): elements that were not zero, and of them those that are now; their blocks."""
+        there, gone = before != 0, (before != 0) & (after == 0)
+        size = self.form.size or before.shape[1]
+        in_blocks = [F.pad(each, (0, -each.shape[1] % size)).reshape(-1, size).any(1).sum() for each in (there, gone)]
+        counts = torch.stack([there.sum(), gone.sum(), *in_blocks]).double()
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """The share of the elements that become zero, and of the blocks in which one does."""
+        if self._counts is None:
+            return 0.0, 0.0
+        there, gone, blocks, losing = self._counts.tolist()
+        return gone / max(1, there), losing / max(1, blocks)
+
+
 # Linear layers whose three products take such operands, whoever wrote the model.
 
 
@@ -370,6 +394,16 @@ def block_products(model: nn.Module, recipe_of: Callable[[str], Recipe | None]) 
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         stack.enter_context(_Linears(lambda: recipe_of(running[-1] if running else "")))
         yield
+
+
+def first_and_last(paths: Sequence[str]) -> set[str]:
+    """Of linear layers those outside of numbered ones, and those in the first and the last; without numbers, the first
+    and the last of all."""
+    numbers = {path: next((int(part) for part in path.split(".") if part.isdigit()), None) for path in paths}
+    known = [number for number in numbers.values() if number is not None]
+    if not known:
+        return {paths[0], paths[-1]}
+    return {path for path, number in numbers.items() if number in (None, min(known), max(known))}
 
 
 class _Linears(TorchFunctionMode):

@@ -6,6 +6,7 @@ import torch
 
 from stepscope.core.model_config import ModelConfig
 from stepscope.questions.quality_training import (
+    BLOCK_VARIANTS,
     VARIANTS,
     BundledText,
     Trained,
@@ -22,4 +23,4 @@ WORDS = BundledText(train=b"the quick brown fox jumps over the lazy dog. " * 40,
 
 
 def trained(name: str, size: TrainingSize = SMALL, **options: Any) -> Trained:
-    return train(VARIANTS[name], size, WORDS, device=CPU, seed=0, **options)
+    return train((VARIANTS | BLOCK_VARIANTS)[name], size, WORDS, device=CPU, seed=0, **options)

@@ -55,7 +55,7 @@ def test_every_variant_begins_with_the_same_parameters_and_batches():
     """So its first loss is fp32's, up to the format it is computed in."""
     first = trained("fp32").losses[0]
     seen = set()
-    for name in VARIANTS:
+    for name in (*VARIANTS, "mxfp8", "nvfp4-recipe"):
         if name in ("fp32", "tf32"):
             continue
         run = trained(name)
@@ -67,11 +67,12 @@ def test_every_variant_begins_with_the_same_parameters_and_batches():
     assert initial_model(SMALL, 1).head.weight.equal(initial_model(SMALL, 1).head.weight)
 
 
-def test_a_run_is_the_same_again_whatever_ran_before():
-    one = trained("bf16-pure-stochastic")
+@pytest.mark.parametrize("name", ["bf16-pure-stochastic", "nvfp4-recipe"])
+def test_a_run_is_the_same_again_whatever_ran_before(name: str):
+    one = trained(name)
     torch.rand(7)
     before = torch.get_rng_state()
-    assert trained("bf16-pure-stochastic").losses == one.losses
+    assert trained(name).losses == one.losses
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -130,3 +131,9 @@ def test_the_rate_warms_up_and_falls_to_a_tenth():
     assert max(rates) == rates[9] == 1.0 and rates[-1] == pytest.approx(0.1)
     assert rates[9:] == sorted(rates[9:], reverse=True)
     assert rates[54] == pytest.approx(0.55)
+
+
+def test_the_finer_the_blocks_the_nearer_to_fp32():
+    losses = {name: trained(name).losses for name in ("fp32", "mxint8", "mxfp4")}
+    apart = {name: sum(abs(a - b) for a, b in zip(each, losses["fp32"], strict=True)) for name, each in losses.items()}
+    assert 0 < apart["mxint8"] < apart["mxfp4"] / 3

@@ -8,8 +8,8 @@ from stepscope.core.errors import InputError
 from stepscope.core.float_formats import BLOCK_FORMATS
 from stepscope.core.model_config import configure
 from stepscope.questions.one_model import OneModel, shadow
-from stepscope.questions.shadow import BY_LAYER, BY_PRODUCT, RECIPES, first_and_last, study_block_shadow
-from stepscope.training.scaled_products import PRODUCTS, Product, Recipe, block_products, round_blocks
+from stepscope.questions.shadow import BY_LAYER, BY_PRODUCT, RECIPES, study_block_shadow
+from stepscope.training.scaled_products import PRODUCTS, Product, Recipe, block_products, first_and_last, round_blocks
 
 SMALL = configure("tiny", d_model=32, d_ff=64, layers=3, heads=2, vocabulary=101)
 NVFP4, MXFP4 = BLOCK_FORMATS["nvfp4"], BLOCK_FORMATS["mxfp4"]
