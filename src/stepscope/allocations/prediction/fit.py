@@ -532,28 +532,38 @@ class _Search(Generic[W]):
     def __init__(self, predictor: Predictor[W, Any], budget: Budget, find: Callable[[Plan], object]) -> None:
         """find: is called with each plan when it is found, which may yet be one of more blocks, or too many."""
         self._predictor, self._budget, self._find = predictor, budget, find
-        self._levers = [runs for lever in _levers(predictor.workload) if (runs := self._runnable(lever))]
+        self._levers: list[Lever] = []
+        self._sufficient: list[tuple[Change, ...]] = []
+        for lever in _levers(predictor.workload):
+            self._try_alone(self._runnable(lever))
         best = self._best_group(self._runnable(_groups(predictor.workload)))
         if best is not None:
-            self._levers.append((best,))
+            self._try_alone((best,))
+
+    def _try_alone(self, lever: Lever) -> None:
+        if lever:
+            self._levers.append(lever)
+            self._try((lever,))
+
+    def _try(self, levers: tuple[Lever, ...]) -> None:
+        changes = self._mildest(levers, self._sufficient)
+        if changes is not None:
+            self._sufficient.append(changes)
+            self._find(self._plan(changes))
 
     def plans(self) -> list[Plan]:
         """The cheapest changes first: by FLOPs, then by how many they are; what needs more GPUs comes last.
 
         Single changes that suffice; where fewer than two do, pairs, triples and so on too, until some suffice.
         """
-        sufficient: list[tuple[Change, ...]] = []
         # If the strongest settings together do not fit, no choice among them does.
-        most = len(self._levers) if self._fits(self._strongest()) else 0
-        for count in range(1, most + 1):
-            for levers in itertools.combinations(self._levers, count):
-                changes = self._mildest(levers, sufficient)
-                if changes is not None:
-                    sufficient.append(changes)
-                    self._find(self._plan(changes))
-            if len(sufficient) >= 2:
+        most = len(self._levers) if len(self._sufficient) < 2 and self._fits(self._strongest()) else 0
+        for count in range(2, most + 1):
+            if len(self._sufficient) >= 2:
                 break
-        plans = [self._plan(self._with_most_blocks(changes)) for changes in sufficient]
+            for levers in itertools.combinations(self._levers, count):
+                self._try(levers)
+        plans = [self._plan(self._with_most_blocks(changes)) for changes in self._sufficient]
         plans.sort(key=lambda plan: (plan.extra_flops_fraction or 0, plan.options.count("--")))
         return plans[:MOST_PLANS] + self._sharded()
 
