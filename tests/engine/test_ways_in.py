@@ -8,7 +8,7 @@ import pytest
 from stepscope.allocations.prediction.fit import FakeEstimate
 from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine.fake_module import fit_module
-from tests.engine.ways_in import LAYERS, VOCABULARY, WIDTH
+from tests.engine.ways_in import HEADS, LAYERS, VOCABULARY, WIDTH
 
 FACTORIES = Path(__file__).with_name("ways_in.py")
 TOKENS, RANK = 4 * 256, 8
@@ -91,3 +91,16 @@ def test_states_of_8_bits_that_are_paged_are_of_no_allocator():
     )
     assert states == pytest.approx(small + scales + sum(codes[size] for size in sizes if size >= 4096), rel=1e-3)
     assert paged == states - sum(codes[size] for size in sizes if size >= 100_000)
+
+
+def test_flex_attention_keeps_what_another_fused_kernel_keeps_and_its_mask():
+    """A CPU has no gradient of it. By hand: as packed attention, q, k, v, the output and a sum in fp32 a row; and a
+    mask of 2 x 2 blocks. Not compiled, it makes the scores in fp32."""
+    fused, other, packed = estimate("flexible", compiled=True), estimate("flexible", compiled=False), estimate("packed")
+    kept = [each.memory.saved_for_backward or 0 for each in (fused, other, packed)]
+    assert 0 <= kept[0] - kept[2] <= LAYERS * 16 * 512
+    assert kept[1] == pytest.approx(kept[0], abs=LAYERS * 16 * 512)
+    scores = 4 * HEADS * 4 * 256 * 256
+    assert other.memory.backward_peak is not None
+    assert fused.memory.backward_peak is not None
+    assert other.memory.backward_peak - fused.memory.backward_peak > scores

@@ -2,10 +2,12 @@
 optimizers and attention. `python -m tests.engine.ways_in FILE` measures each on a GPU."""
 
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 256, 4, 2, 1000
@@ -135,7 +137,7 @@ class Packed(Block):
         samples, _, length, width = query.shape
         ends = torch.arange(0, samples * length + 1, length, dtype=torch.int32, device=query.device)
         query, key, value = (part.transpose(1, 2).reshape(-1, HEADS, width) for part in (query, key, value))
-        out = varlen_attn(query, key, value, ends, ends, length, length, window_size=(-1, 0))
+        out: Any = varlen_attn(query, key, value, ends, ends, length, length, window_size=(-1, 0))
         return out.view(samples, length, HEADS, width).transpose(1, 2)
 
 
@@ -149,3 +151,19 @@ def updated(name: str) -> tuple[nn.Module, Tensor, None, torch.optim.Optimizer]:
 
     model = Model()
     return model, tokens(), None, getattr(bitsandbytes.optim, name)(model.parameters())
+
+
+attend_flexibly = torch.compile(flex_attention)
+
+
+def flexible(compiled: bool) -> tuple[nn.Module, Tensor]:
+    """FlexAttention of a causal mask, as one kernel or as PyTorch runs it otherwise."""
+
+    class Flexible(Block):
+        def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            length = query.shape[2]
+            mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, length, length, device=query.device)
+            attend = attend_flexibly if compiled else flex_attention
+            return attend(query, key, value, block_mask=mask)
+
+    return Model(Flexible).bfloat16(), tokens()

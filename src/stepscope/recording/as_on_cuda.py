@@ -7,6 +7,8 @@ fp32, which kernel scaled_dot_product_attention becomes, and what dropout saves.
 
 import contextlib
 import functools
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeGuard
 
@@ -72,7 +74,7 @@ class AsOnCuda(TorchFunctionMode):
             with self._entered():
                 return run_engine(*args, **kwargs)
 
-        with asked_of_cuda(), contextlib.ExitStack() as undo:
+        with asked_of_cuda(), _flexible(), contextlib.ExitStack() as undo:
             for module in modules:
                 undo.callback(module.register_forward_pre_hook(enter).remove)
                 undo.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -437,3 +439,80 @@ class _Recurrent(torch.autograd.Function):
 def _recurrent_workspace(out: Tensor) -> None:
     share = _OF_HALF if out.dtype == torch.float16 else _WORKSPACE_OF_RECURRENT
     out.new_empty(int(out.nbytes * share) + _LEAST_WORKSPACE, dtype=torch.uint8)
+
+
+# FlexAttention as CUDA computes it, which a CPU does without gradients.
+
+
+@contextlib.contextmanager
+def _flexible() -> Iterator[None]:
+    """While open, `flex_attention` attends as on CUDA: the kernel of one that was compiled, or what PyTorch runs of one
+    that was not. Compiled functions are not compiled again: no compiler follows fake tensors here."""
+    place = sys.modules.get("torch.nn.attention.flex_attention")
+    with contextlib.ExitStack() as undo:
+        if "torch._dynamo" in sys.modules:
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+        changes = {
+            "flex_attention_hop": _flex_attention,
+            "_validate_device": lambda *_: None,
+            "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+        }
+        for name, change in changes.items() if place is not None else ():
+            undo.callback(setattr, place, name, getattr(place, name))
+            setattr(place, name, change)
+        yield
+
+
+def _flex_attention(  # noqa: PLR0917  (the parameters of the operator, which is called by place)
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: tuple[Any, ...], scale: float, options: Any
+) -> tuple[Tensor, ...]:
+    """The output (B, H, S, E) of queries (B, H, S, D), with the logsumexp (B, H, S) of the scores, and no maxima."""
+    compiled = any(frame.f_code.co_name == "compile_wrapper" for frame, _ in traceback.walk_stack(None))
+    captured = [cell.cell_contents for cell in getattr(score_mod, "__closure__", None) or ()]
+    learned = [each for each in captured if isinstance(each, Tensor) and each.requires_grad]
+    return _Flexible.apply((score_mod, block_mask, scale, options), compiled, query, key, value, *learned)
+
+
+class _Flexible(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917  (as autograd calls it)
+        ctx: Any, others: tuple[Any, ...], compiled: bool, query: Tensor, key: Tensor, value: Tensor, *learned: Tensor
+    ) -> tuple[Tensor, ...]:
+        score_mod, block_mask, scale, options = others
+        if compiled:  # one kernel, whose output lies as its queries do
+            alike = query.shape[-1] == value.shape[-1]
+            out = torch.empty_like(query) if alike else query.new_empty((*query.shape[:-1], value.shape[-1]))
+            found = out, query.new_empty(query.shape[:-1], dtype=torch.float32), query.new_empty(0)
+        else:
+            from torch._higher_order_ops.flex_attention import sdpa_dense  # noqa: PLC0415  (half a second)
+
+            found = sdpa_dense(query, key, value, score_mod, block_mask, scale, options)
+        ctx.others, ctx.compiled = others, compiled
+        tensors = (each for each in block_mask if isinstance(each, Tensor))
+        ctx.save_for_backward(query, key, value, *found[:2], *learned, *tensors)
+        ctx.learned = len(learned)
+        ctx.mark_non_differentiable(*found[1:])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients_of: Tensor) -> Any:
+        query, key, value, out, sums, *rest = ctx.saved_tensors
+        learned = [torch.empty_like(each) for each in rest[: ctx.learned]]
+        if ctx.compiled:
+            delta = torch.empty_like(sums)
+            gradients = tuple(torch.empty_like(each) for each in (query, key, value))
+            del delta
+        else:
+            from torch._higher_order_ops.flex_attention import sdpa_dense_backward  # noqa: PLC0415
+
+            score_mod, block_mask, scale, options = ctx.others
+            gradients = sdpa_dense_backward(
+                *(query, key, value, out, sums, gradients_of[0], None, score_mod, _of_scores),
+                *(block_mask, scale, options, (), ()),
+            )[:3]
+        return None, None, *gradients, *learned
+
+
+def _of_scores(*arguments: Any) -> list[Any]:
+    """The gradient of the scores before `score_mod`, as large as that after it: the last argument."""
+    return [arguments[-1], None, None, None, None]
