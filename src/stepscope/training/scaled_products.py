@@ -397,13 +397,14 @@ def block_products(model: nn.Module, recipe_of: Callable[[str], Recipe | None]) 
 
 
 def first_and_last(paths: Sequence[str]) -> set[str]:
-    """Of linear layers those outside of numbered ones, and those in the first and the last; without numbers, the first
-    and the last of all."""
+    """Of linear layers those outside of numbered ones, and those in the first and the last, where there are more than
+    two; without numbers, the first and the last of all."""
     numbers = {path: next((int(part) for part in path.split(".") if part.isdigit()), None) for path in paths}
     known = [number for number in numbers.values() if number is not None]
     if not known:
         return {paths[0], paths[-1]}
-    return {path for path, number in numbers.items() if number in (None, min(known), max(known))}
+    ends = (None, min(known), max(known)) if len(set(known)) > 2 else (None,)
+    return {path for path, number in numbers.items() if number in ends}
 
 
 class _Linears(TorchFunctionMode):

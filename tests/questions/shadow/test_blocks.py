@@ -66,6 +66,7 @@ def test_autocast_gives_its_dtype_and_other_layers_stay():
 def test_first_and_last_layers():
     layers = [f"blocks.{i}.attention.query" for i in range(4)]
     assert first_and_last([*layers, "head"]) == {layers[0], layers[3], "head"}
+    assert first_and_last(["0.up", "1.up", "head"]) == {"head"}, "of two layers none would be left over"
     assert first_and_last(["up", "middle", "down"]) == {"up", "down"}
 
 
