@@ -642,6 +642,10 @@ def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
     assert not racing.time_left(first, second)
     # With the first alone: 60 + 10 x 20 + 4 x 20 s.
     assert racing.time_left(first, first)
+    now[0] = 530.0
+    assert racing.time_left(first, first), "nothing was found that is to be confirmed"
+    now[0] = 541.0
+    assert not racing.time_left(first, first)
 
 
 def test_a_budget_without_time_for_the_end_is_spent_on_races(tmp_path: Path):

@@ -11,8 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
 
+from stepscope.app.verbs.measure import measure as stepscope_measure
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, StepOperators
+from stepscope.core.formulas.spelled import script_lines
 from stepscope.core.parts import PartFound
 from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine.fake_module import watch_module_step
@@ -385,3 +387,63 @@ def test_projections_called_with_other_inputs_compute_apart():
     assert torch.allclose(cross(x, y), own) and joined(cross)[0].apart
     undo()
     assert type(cross.q_proj) is torch.nn.Linear and not joined(cross)
+
+
+def test_the_lines_for_a_script_give_it_the_step_that_was_found(tmp_path: Path):
+    """Applied to the same model in a plain loop, they train as the measured step does, and take as long to a factor."""
+    choices: dict[str, Any] = {"attention": "sdpa", "projections": "joint", "optimizer": "adamw-fused"}
+    step = own_llama(tmp_path, **choices)
+    lines = script_lines(step.workload)
+    assert lines == [
+        "import stepscope",
+        "stepscope.replace_parts(model, attention='sdpa', projections='joint')",
+        "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",
+    ]
+    theirs = own_llama(tmp_path).user_module
+    script: dict[str, Any] = {"torch": torch, "model": theirs.module, "lr": 1e-4}
+    exec("\n".join(lines), script)
+
+    def loop() -> float:
+        loss = theirs.module(**theirs.batches[0]).loss
+        loss.backward()
+        script["optimizer"].step()
+        script["optimizer"].zero_grad()
+        return loss.item()
+
+    assert [loop() for _ in range(3)] == pytest.approx(losses_of(step), rel=1e-6)
+    measured = stepscope_measure({"loop": loop, "found": lambda: drive(step)}, steps=5, warmup=1)
+    loop_s, step_s = (measured.samples[name].median_s for name in ("loop", "found"))
+    assert loop_s and step_s and 0.2 < loop_s / step_s < 5
+
+
+@pytest.mark.parametrize(
+    ("choices", "lines"),
+    [
+        (
+            {"dtype": "bf16-master", "optimizer": "adamw-one-launch", "graph": "step", "compile": "blocks"},
+            [
+                "from stepscope.training.half_optimizers import halve",
+                "masters = halve(model)",
+                "from stepscope.training.one_launch import AdamWOneLaunch",
+                "optimizer = AdamWOneLaunch(model.parameters(), lr=lr, masters=masters)",
+                "for block in blocks:  # the model's list of blocks",
+                "    block.compile()",
+                "# forward and loss: with torch.autocast(device, torch.bfloat16)",
+                "# the whole step as one CUDA graph: torch.cuda.graph",
+            ],
+        ),
+        (
+            {"compile": "max-autotune", "optimizer": "adamw-under-backward", "loss": "fused"},
+            [
+                "import stepscope",
+                "stepscope.replace_parts(model, loss='fused')",
+                "from stepscope.training.one_launch import AdamWUnderBackward",
+                "optimizer = AdamWUnderBackward(model.parameters(), lr=lr)",
+                "model.compile(mode='max-autotune')",
+            ],
+        ),
+    ],
+)
+def test_lines_for_a_script_say_each_choice(choices: dict[str, Any], lines: list[str]):
+    own = FactoryWorkload(model=UserModel(name=""), factory="own.py:make", **choices)
+    assert script_lines(own) == lines

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from stepscope.core import answer
-from stepscope.core.formulas.spelled import cell_name, describe_workload, run_call, run_command
+from stepscope.core.formulas.spelled import cell_name, describe_workload, run_call, run_command, script_lines
 from stepscope.core.samples import INTERVALS
 from stepscope.core.study_results import NAMED, Tuned, change_words
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
@@ -228,3 +228,6 @@ def _words(tuned: Tuned) -> Iterator[str]:
         yield f"Measure it: {command}"
     if call is not None:
         yield f"In Python: {call}"
+    lines = script_lines(tuned.best)
+    if lines:
+        yield "\n".join(["In your script:", *(f"    {line}" for line in lines)])

@@ -142,6 +142,8 @@ class Racing:
         self.needed_s = self.seconds + self._longest_s + kept_s
         if self._keeps_time is None:
             self._keeps_time = self.needed_s < self.budget_s
+        elif best == baseline and self.needed_s >= self.budget_s:
+            self._keeps_time = False  # nothing was found that is to be confirmed: the rest is for races, too
         return self.needed_s - (0.0 if self._keeps_time else kept_s) < self.budget_s
 
     def time_for_losses(self, baseline: Workload, best: Workload) -> bool:

@@ -4,10 +4,11 @@ import shlex
 
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.parts import PARTS, REFERENCE
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import counted, format_count
-from stepscope.core.workloads import TextbookWorkload, UserModel, Workload
+from stepscope.core.workloads import OF_ONE_LAUNCH, TextbookWorkload, UserModel, Workload
 
 
 def run_command(workload: Workload, settings: Settings | None = None) -> str | None:
@@ -45,6 +46,37 @@ def run_call(workload: Workload) -> str | None:
         first.append(f"arguments={dict(workload.arguments)!r}")
     rest = [f"{name}={value!r}" for name, value in arguments.items() if name not in ("model", "module")]
     return f"stepscope.run({', '.join([*first, *rest])})"
+
+
+def script_lines(workload: Workload) -> list[str]:
+    """Lines that give a training script of one's own these choices, for its `model` on its device and its learning
+    rate `lr`; none for the textbook's model. What lines cannot say is a comment."""
+    if workload.sizes is not None or not workload.may_run:
+        return []
+    parts = {part: name for part, name in workload.parts.items() if name != REFERENCE}
+    parts |= {"attention": workload.attention} if workload.attention is not None else {}
+    parts |= {"projections": workload.projections} if workload.projections != "apart" else {}
+    precision, optimizer = PRECISIONS[workload.dtype], str(workload.optimizer)
+    masters = ", masters=masters" if precision.masters else ""
+    of_pytorch = {"adamw-fused": "fused", "adamw-foreach": "foreach"}
+    updates = [f"# optimizer: {optimizer}"]
+    if optimizer in of_pytorch:
+        updates = [f"optimizer = torch.optim.AdamW(model.parameters(), lr=lr, {of_pytorch[optimizer]}=True)"]
+    elif optimizer in OF_ONE_LAUNCH:
+        name = f"AdamW{optimizer.removeprefix('adamw-').title().replace('-', '')}"
+        imported = f"from stepscope.training.one_launch import {name}"
+        updates = [imported, f"optimizer = {name}(model.parameters(), lr=lr{masters})"]
+    mode = f"mode={workload.compile!r}" if workload.compile != "default" else ""
+    compiled = ["for block in blocks:  # the model's list of blocks", "    block.compile()"]
+    said = ", ".join(f"{name}={value!r}" for name, value in parts.items())
+    return [
+        *(["from stepscope.training.half_optimizers import halve", "masters = halve(model)"] if masters else []),
+        *(["import stepscope", f"stepscope.replace_parts(model, {said})"] if parts else []),
+        *updates,
+        *({"eager": [], "blocks": compiled}.get(workload.compile, [f"model.compile({mode})"])),
+        *(["# forward and loss: with torch.autocast(device, torch.bfloat16)"] if precision.tensors == "bf16" else []),
+        *(["# the whole step as one CUDA graph: torch.cuda.graph"] if workload.graph == "step" else []),
+    ]
 
 
 # A workload and a model in words, each on one line.

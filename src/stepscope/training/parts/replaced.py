@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stepscope.core.errors import InputError, named_line
+from stepscope.core.errors import InputError, choose, named_line
 from stepscope.core.parts import (
+    ATTENTIONS,
     MODULE_PARTS,
     NO_MODULES,
     PARTS,
@@ -42,9 +43,12 @@ from stepscope.core.parts import (
     is_users,
     named_kernels,
 )
+from stepscope.core.workloads import PROJECTIONS
 from stepscope.kernels.operators import transformed_by_func
-from stepscope.kernels.parts.projections import joint_projections
+from stepscope.kernels.parts.projections import joint_projections, lie_together
+from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import TORCH_DTYPES
+from stepscope.training.attention.pytorch import swap_attention
 from stepscope.training.parts import part_function
 from stepscope.training.parts.gate import (
     CALL_ERRORS,
@@ -680,6 +684,8 @@ def replace_parts(
     norm: Kernels | None = None,
     mlp: Kernels | None = None,
     loss: Kernels | None = None,
+    attention: str | None = None,
+    projections: str | None = None,
 ) -> Replaced:
     """Let other kernels compute norms, SwiGLUs and the loss of a model, in place, where they compute the same.
 
@@ -693,16 +699,24 @@ def replace_parts(
     warning says what was asked for and not done. Move the model to its device and dtype before. Parameters and the keys
     of the state dict stay the same.
     The loss is that of a causal language model of Hugging Face's, which gets labels: in training it then returns its
-    loss alone, without logits.
+    loss alone, without logits. attention: flash, sdpa or another of stepscope's, where transformers' models call SDPA
+    and need no mask; projections: joint, linear layers of one input as one product. `restore` leaves these two.
 
     Raises InputError where the kernels do not run on the model's device, and where the model has no module of what was
     asked for; GateFailure where a function of your own is wrong.
     """
     by_part = {part: name for part, name in (("norm", norm), ("mlp", mlp), ("loss", loss)) if name is not None}
     chosen = (named_kernels(kernels) if kernels is not None else {}) | named_kernels(by_part)
-    if not chosen:
+    if not chosen and attention is None and projections is None:
         raise InputError("replace_parts needs a part: say norm='fused', mlp='fused', loss='fused' or kernels='fused'")
-    replaced = replace_in(model, chosen)
+    replaced = replace_in(model, chosen) if chosen else Replaced(model, ())
+    if attention is not None:
+        choose(attention, tuple(ATTENTIONS), "attention")
+        swap_attention(model, attention, implementation(attention))
+    if choose(projections or "apart", PROJECTIONS, "projections") == "joint":
+        join_projections(model)
+        for group in joined(model):
+            lie_together([layer.weight for layer in group.layers])
     left = [str(each) for each in replaced.left if each.part in MODULE_PARTS]
     if left:
         warnings.warn(
