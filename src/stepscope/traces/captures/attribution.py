@@ -32,7 +32,7 @@ from stepscope.traces.table import COPIES, KIND, TraceTable, fits, named
 # A lookup of the innermost named range open on a thread at a moment, among up to a million ranges.
 
 
-_STRETCH = 1 << 17
+_STRETCH = 1 << 19
 
 
 class Places:
