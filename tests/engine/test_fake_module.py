@@ -229,6 +229,19 @@ def test_a_program_of_another_size_is_scaled_from_three_and_asks_what_its_step_d
     assert fake_module.scaled({64: known[64], 128: other}, 192) is None
 
 
+def test_a_program_in_bf16_with_biases_is_scaled_too(file: Path):
+    """Autocast frees its copies in any order, and the parts of a bias's sums are no polynomial of the rows."""
+
+    def of(length: int) -> fake_module.Program:
+        return watch_module_step(own(file, "text", arguments={"seq_len": length}, dtype="bf16"), "cuda").program()
+
+    known = {length: of(length) for length in (64, 512, 1024)}
+    for length in (192, 4096):
+        scaled = fake_module.scaled(known, length)
+        assert scaled == of(length)
+        assert scaled.sums
+
+
 def test_what_is_known_is_told_before_the_search_ends(file: Path):
     told: list[Stage] = []
     known: list[Fit[FakeEstimate]] = []

@@ -322,10 +322,13 @@ class WatchedModule(WatchedStep):
         events = self.watch.events[:end]
         made = self.watch.allocations[: sum(event >= 0 for event in events)]
         passing = {~event for event in events[: self.built] if event < 0}
-        asked = [event for event in events if max(event, ~event) not in passing and made[max(event, ~event)].on_device]
-        sizes = [allocation.nbytes for allocation in made]
-        operators = [allocation.operator for allocation in made]
-        return Program(asked, operators, [phase.name for phase in phases], [*sizes, self.watch.convolution_bytes])
+        of_device = (e for e in events if max(e, ~e) not in passing and made[max(e, ~e)].on_device)
+        # What is freed at once, as all of autocast's copies, in an order that depends on addresses, leaves the same.
+        runs = itertools.groupby(of_device, key=lambda event: event < 0)
+        asked = [event for _, run in runs for event in sorted(run)]
+        sizes = [*(allocation.nbytes for allocation in made), self.watch.convolution_bytes]
+        sums = {index: summed for index, summed in (self.watch.sums or {}).items() if index < len(made)}
+        return Program(asked, [each.operator for each in made], [phase.name for phase in phases], sizes, sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -337,6 +340,8 @@ class Program:
     phases: list[str]
     sizes: list[int]
     """Bytes of each allocation; last what convolutions may take beyond what is counted (`Unseen.convolution_bytes`)."""
+    sums: dict[int, fake_memory.Summed]
+    """The allocations that hold parts of sums, whose bytes are no polynomial of a size."""
 
     def runs(self, allocator: Allocator) -> bool:
         """Whether the allocator grants every request."""
@@ -353,7 +358,8 @@ class Program:
 
     def is_like(self, other: "Program") -> bool:
         """Whether it asks the same, in other sizes."""
-        return (self.events, self.operators, self.phases) == (other.events, other.operators, other.phases)
+        structure = (self.events, self.operators, self.phases, [*self.sums])
+        return structure == (other.events, other.operators, other.phases, [*other.sums])
 
 
 def scaled(programs: Mapping[int, Program], size: int) -> Program | None:
@@ -369,13 +375,25 @@ def scaled(programs: Mapping[int, Program], size: int) -> Program | None:
     ]
     common = math.lcm(*(share.denominator for share in shares))
     weights = [int(share * common) for share in shares]
-    sizes: list[int] = []
-    for requests in zip(*(programs[each].sizes for each in known), strict=True):
-        request, rest = divmod(sum(map(operator.mul, weights, requests)), common)
-        if rest or request < 0:
-            return None
-        sizes.append(request)
-    return dataclasses.replace(first, sizes=sizes)
+
+    def through(numbers: Sequence[int]) -> int:
+        number, rest = divmod(sum(map(operator.mul, weights, numbers)), common)
+        if rest or number < 0:
+            raise ArithmeticError
+        return number
+
+    sums: dict[int, fake_memory.Summed] = {}
+    try:
+        for index, summed in first.sums.items():
+            alike = [programs[each].sums[index] for each in known]
+            shape = tuple(map(through, zip(*(each.shape for each in alike), strict=True)))
+            stride = tuple(map(through, zip(*(each.stride for each in alike), strict=True)))
+            sums[index] = dataclasses.replace(summed, shape=shape, stride=stride)
+        requests = zip(*(programs[each].sizes for each in known), strict=True)
+        sizes = [sums[i].nbytes if i in sums else through(each) for i, each in enumerate(requests)]
+    except ArithmeticError:
+        return None
+    return dataclasses.replace(first, sizes=sizes, sums=sums)
 
 
 def watch_module_step(

@@ -108,6 +108,21 @@ class FakeAllocation:
     live: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A tensor that is summed, and over which dimensions."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    over: int | list[int] | None
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts of its sums."""
+        return bytes_of_partial_sums(self.shape, self.stride, self.over, self.itemsize)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FakePhase:
     """A phase, as the half-open range of events in it."""
@@ -143,6 +158,8 @@ class FakeMemory(TorchDispatchMode):
         self._weights: set[int] = set()
         self._recomputed: list[int] = []
         self._overflow_flags: set[int] = set()
+        self.sums: dict[int, Summed] | None = None
+        """By the index of an allocation, of which sum it holds the parts; also of those that need none."""
         self.outside: list[Tensor] = []
         """Parameters that no module registers, which the step uses all the same."""
 
@@ -218,8 +235,7 @@ class FakeMemory(TorchDispatchMode):
         if takes or func in _TAKES:
             self._passes(takes or _TAKES[func](args), func)
         if self._workspace_bytes and func in _SUMS:
-            summed = args[0]
-            self._passes(bytes_of_partial_sums(summed.shape, summed.stride(), args[1], summed.itemsize), func)
+            self._sum(func, args)
         if func in _CONVOLUTIONS:
             self._convolve(func, args, outputs)
         needs_workspace = self._workspace_bytes and func._schema.name in _PRODUCTS
@@ -261,8 +277,6 @@ class FakeMemory(TorchDispatchMode):
 
     def _passes(self, nbytes: int, func: Any) -> None:
         """What an operator's kernel takes for itself."""
-        if not nbytes:
-            return
         index = self._allocate(nbytes, func)
         self.allocations[index].live = False
         self.events.append(~index)
@@ -272,6 +286,14 @@ class FakeMemory(TorchDispatchMode):
         del self._references[key]
         self.allocations[index].live = False
         self.events.append(~index)
+
+    def _sum(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Count the parts of sums."""
+        summed = Summed(tuple(args[0].shape), args[0].stride(), args[1], args[0].itemsize)
+        if self.sums is not None:
+            self.sums[len(self.allocations)] = summed
+        if summed.nbytes or self.sums is not None:
+            self._passes(summed.nbytes, func)
 
     def _convolve(self, func: Any, args: tuple[Any, ...], outputs: Any) -> None:
         """Count what cuDNN takes for a convolution, and for its gradients one after the other."""
@@ -580,6 +602,7 @@ class FakeMemoryOfOwn(FakeMemory):
     def __init__(self, *, name: str, workspace_bytes: int = 0) -> None:
         super().__init__(workspace_bytes=workspace_bytes)
         self._name = name
+        self.sums = {}
         self.at_most: Counter[str] = Counter()
         """Calls of operators whose output was counted at its largest, since its shape depends on data."""
         self.custom: Counter[str] = Counter()
