@@ -255,13 +255,19 @@ OF_THEIR_OWN = {
 """Scripts that need a new interpreter."""
 
 
+ALONE: dict[str, subprocess.CompletedProcess[str]] = {}
+"""What became of each script of FORKED without the watch: it runs once, however often it is watched."""
+
+
 def both(tmp_path: Path, text: str, *, forks: bool, options: tuple[str, ...] = (), stdin: str = "") -> None:
     """Run a script alone and watched, and compare."""
     script = tmp_path / "train.py"
     script.write_text(text)
     watch = ["watch", "--runs", tmp_path / "runs", *options, "--", script.name, "--lr", "3"]
     if forks:
-        alone, watched = python(script, "--lr", "3", cwd=tmp_path), stepscope(*watch, cwd=tmp_path)
+        if text not in ALONE:
+            ALONE[text] = python(script, "--lr", "3", cwd=tmp_path)
+        alone, watched = ALONE[text], stepscope(*watch, cwd=tmp_path)
     else:
         alone, watched = (
             subprocess.run(
