@@ -1,16 +1,17 @@
-"""What reading a file costs beside the least that any program pays for it: processor time, and peak memory.
+"""What reading and starting cost beside the least that any program pays for them: processor time, and peak memory.
 
-    python benchmarks/reading.py [--only nsys kineto snapshot] [--repeats 5] [--size 199MB] [--json FILE]
+    python benchmarks/reading.py [--only KIND...] [--repeats 5] [--size 199MB] [--json FILE]
     python benchmarks/reading.py --show FILE...
 
-Each runs as a fresh process on a file in the page cache, in turn with its peer; the least processor time of each
-counts, since what others do on the machine only adds to it. Peers with environments of their own run where
+Each runs as a fresh process of one thread on a file in the page cache, in turn with its peer; the least processor time
+of each counts, since what others do on the machine only adds to it. Peers with environments of their own run where
 `benchmarks/trace.py --peers` has made them; the others are named with the reason.
 """
 
 import argparse
 import datetime
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from rich.table import Table
 from contestants import CONTESTANTS, Peers
 from kineto_tiles import tile_kineto
 from nsys_tiles import tile_nsys
+from page import run_with_trace
 from snapshot_tiles import tile_snapshot
 from stepscope.core.environment import Environment
 from stepscope.core.errors import StepscopeError
@@ -36,6 +38,7 @@ DATA = HERE.parent / "tests" / "data"
 NSYS = DATA / "nsys_train.sqlite.gz"
 KINETO, KINETO_BYTES = DATA / "kineto_train.json.gz", {"lean": 218_000_000, "with shapes": 10_000_000}
 SNAPSHOT, EVENTS = DATA / "snapshot_train.pickle.gz", (1_000_000, 4_580_000)
+KERNELS, KINDS = 50_000, ("nsys", "kineto", "snapshot", "page", "run")
 PICKLE = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"
 
 
@@ -117,14 +120,34 @@ def snapshot_races(folder: Path) -> list[Race]:
     return races
 
 
+def page_races(folder: Path) -> list[Race]:
+    """A run's page with a large trace, beside what is said of the trace alone."""
+    run, out = str(run_with_trace(folder, KERNELS)), str(folder / "run.html")
+    ours = ("-m", "stepscope", "report", run, "-o", out)
+    peer = ("-m", "stepscope", "trace", run, "--json")
+    return [Race(name=f"a page, {KERNELS:,} kernels", ours=ours, peer_name="trace --json", peer=peer)]
+
+
+def run_races(folder: Path) -> list[Race]:
+    """A short run, beside the steps that it took."""
+    runs = str(folder / "runs")
+    wanted = ("--model", "tiny", "--seconds", "1", "--device", "cpu")
+    loop = (str(HERE / "peers" / "with_torch_loop.py"), runs)
+    ours = ("-m", "stepscope", "run", *wanted, "--runs", runs)
+    return [Race(name=f"run {' '.join(wanted[:4])}", ours=ours, peer_name="torch, AdamW, its steps", peer=loop)]
+
+
 def sample_of(command: tuple[str, ...], python: str = sys.executable) -> Sample:
     """One fresh process. Raises StepscopeError where it fails."""
     with tempfile.TemporaryDirectory() as name:
         errors = Path(name, "errors")
         wrapper = [sys.executable, "-I", "-S", str(HERE / "timed_process.py"), "", str(Path(name, "printed"))]
-        done = subprocess.run([*wrapper, str(errors), python, *command], capture_output=True, check=True)
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*wrapper, str(errors), python, *command], capture_output=True, check=True, env=one_thread
+        )
         told = json.loads(done.stdout)
-        if told["exit_code"]:
+        if told["exit_code"] not in (0, 1):  # 1: a run with findings
             raise StepscopeError(f"{' '.join(command)}: {errors.read_text(errors='replace').strip()}")
     return msgspec.convert(told["sample"], type=Sample)
 
@@ -152,6 +175,8 @@ def measure_all(arguments: argparse.Namespace) -> Report:
             "nsys": lambda: nsys_races(folder, arguments.nsys, parse_bytes(arguments.size)),
             "kineto": lambda: kineto_races(folder, Peers(arguments.peers)),
             "snapshot": lambda: snapshot_races(folder),
+            "page": lambda: page_races(folder),
+            "run": lambda: run_races(folder),
         }
         races = [race for kind in arguments.only or kinds for race in kinds[kind]()]
         rows = tuple(row_of(race, arguments.repeats) for race in races)
@@ -202,7 +227,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nsys", type=Path, default=NSYS, metavar="CAPTURE", help="an export that is tiled")
     parser.add_argument("--size", default="199MB", help="bytes of the tiled export")
-    parser.add_argument("--only", nargs="+", choices=("nsys", "kineto", "snapshot"), help="only files of these kinds")
+    parser.add_argument("--only", nargs="+", choices=KINDS, help="only these kinds")
     parser.add_argument(
         "--peers", type=Path, default=Path(tempfile.gettempdir()) / "stepscope-trace-benchmark" / "peers"
     )
