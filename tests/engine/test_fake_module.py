@@ -1,6 +1,7 @@
 """`fit` of a user's own module: hand counts, the textbook given as a module, what is refused, and the contract."""
 
 import gc
+import importlib
 import json
 import math
 import os
@@ -128,6 +129,11 @@ class Flexible(nn.Linear):
         return flex_attention(q, q, q)
 
 def flexible(): return Flexible(16, 16), torch.randn(2, 8, 16), lambda out: out.square().mean()
+
+class OfGpus(nn.Linear):
+    def forward(self, x): raise NotImplementedError("no CPU has this kernel")
+
+def of_gpus(): return OfGpus(8, 8), torch.randn(2, 8), lambda out: out.sum()
 def convolution(): return nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 16, 16), lambda out: out.sum()
 
 class Graph:
@@ -397,13 +403,16 @@ def test_an_operator_without_a_fake_is_refused_and_a_custom_one_widens_the_margi
 
 
 def test_what_a_gpu_alone_computes_is_said_to_be_so(file: Path):
-    """FlexAttention has no backward on a CPU, where the step is run on fake tensors: no fault of the step."""
-    with pytest.raises(
-        InputError, match=r"cannot be predicted: .* which cannot do what it calls \(NotImplementedError: Flex"
-    ):
-        watch_module_step(own(file, "flexible"), "cuda")
+    """FlexAttention has no backward on a CPU, and is predicted as on a GPU, where only its forward imports it, too. Of
+    what a CPU has no kernel for, the step is not at fault."""
+    importlib.import_module("torch._dynamo")
+    assert watch_module_step(own(file, "flexible"), "cuda").watch.custom.keys() == set()
     with pytest.raises(InputError, match="flexible fails in forward: NotImplementedError: FlexAttention"):
         watch_module_step(own(file, "flexible"), "cpu")
+    with pytest.raises(
+        InputError, match=r"cannot be predicted: .* which cannot do what it calls \(NotImplementedError: no CPU"
+    ):
+        watch_module_step(own(file, "of_gpus"), "cuda")
 
 
 MEASURED_CONVOLUTIONS = RESULTS / "h200" / "convolutions" / "workspaces.json"

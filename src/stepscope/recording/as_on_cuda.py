@@ -7,6 +7,7 @@ fp32, which kernel scaled_dot_product_attention becomes, and what dropout saves.
 
 import contextlib
 import functools
+import importlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -444,14 +445,19 @@ def _recurrent_workspace(out: Tensor) -> None:
 # FlexAttention as CUDA computes it, which a CPU does without gradients.
 
 
+_FLEX_ATTENTION = "torch.nn.attention.flex_attention"
+
+
 @contextlib.contextmanager
 def _flexible() -> Iterator[None]:
     """While open, `flex_attention` attends as on CUDA: the kernel of one that was compiled, or what PyTorch runs of one
     that was not. Compiled functions are not compiled again: no compiler follows fake tensors here."""
-    place = sys.modules.get("torch.nn.attention.flex_attention")
     with contextlib.ExitStack() as undo:
         if "torch._dynamo" in sys.modules:
             undo.enter_context(torch.compiler.set_stance("force_eager"))
+            # It brings most of what this needs, so a model may import it as late as in its forward.
+            importlib.import_module(_FLEX_ATTENTION)
+        place = sys.modules.get(_FLEX_ATTENTION)
         changes = {
             "flex_attention_hop": _flex_attention,
             "_validate_device": lambda *_: None,
