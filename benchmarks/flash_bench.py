@@ -44,7 +44,7 @@ def why_not_hopper() -> str | None:
     if device_type() != "cuda" or torch.cuda.get_device_capability() != (9, 0):
         return "the kernels in Gluon need a Hopper GPU (compute capability 9.0), and this machine has none"
     probe = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device="cuda")
-    if not hopper_takes(probe, probe, probe, window=None):
+    if not hopper_takes(probe, probe, probe, limited=False):
         return f"the kernels in Gluon were not made for Triton {triton.__version__}"
     return None
 
@@ -159,7 +159,7 @@ class Bench:
         statistics, sums = statistics_for(self.q, configuration), None
         if configuration is not None and configuration.hopper is not None:
             sums = sums_for(
-                configuration, statistics, self.q, self.k, self.v, self.gradient, causal=self.causal, window=None
+                configuration, statistics, self.q, self.k, self.v, self.gradient, causal=self.causal, limited=False
             )
         backward = Backward(
             self.gradient, self.q, self.k, self.v, self.out, self.logsumexp, self.dq, self.dk, self.dv,
@@ -185,7 +185,7 @@ class Bench:
         """Raise where one is for a kernel in Gluon that would not run: another's time would be taken for its own."""
         from stepscope.kernels.flash.launch import hopper_takes  # noqa: PLC0415
 
-        if any("hopper" in t for t in tasks) and not hopper_takes(self.q, self.k, self.v, self.gradient, window=None):
+        if any("hopper" in t for t in tasks) and not hopper_takes(self.q, self.k, self.v, self.gradient, limited=False):
             raise RuntimeError(why_not_hopper() or "the kernels in Gluon take 16 bits, head_dim 64, 72 .. 128")
 
     def synchronize(self) -> None:

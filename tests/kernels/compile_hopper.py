@@ -1,4 +1,4 @@
-"""Compiles the kernels for Hopper as their defaults have them, without a GPU, and prints what came of it as JSON.
+"""Compiles the kernels for Hopper as their defaults have them, and of KINDS, and prints what came of it as JSON.
 
 A process of its own: where Triton interprets its kernels, as the tests here do, it cannot compile Gluon's.
 """
@@ -69,22 +69,27 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], opti
     }
 
 
-def forward(head_dim: int, causal: bool) -> dict[str, Any]:
+KINDS = {"": {}, "window": {"WINDOW": True}, "documents": {"DOCUMENTS": True}, "capped": {"CAPPED": True}}
+PLAIN = {"WINDOW": False, "DOCUMENTS": False, "CAPPED": False}
+
+
+def forward(head_dim: int, causal: bool, kind: str = "") -> dict[str, Any]:
     chosen = default_forward(problem(head_dim, causal)).hopper
     assert chosen is not None
     types = {"Q": tile(64, head_dim), "OUT": tile(64, head_dim), "LOGSUMEXP": "*fp32", "scale_log2": "fp32"}
+    types |= {"BOUNDS": "*i32", "SINKS": "*fp32", "cap": "fp32"}
     types |= {"K": tile(chosen.block_n, head_dim), "V": tile(chosen.block_n, head_dim)}
     constants = {
         "GROUP": 1, "BLOCK_N": chosen.block_n, "STAGES": chosen.stages, "CONSUMERS": chosen.consumers,
         "CAUSAL": causal, "EVEN_KEYS": True, "TURNS": chosen.turns, "LATE": chosen.late,
         "REGISTERS": _WORKER_REGISTERS[chosen.consumers],
-        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+        "PRODUCER_REGISTERS": _PRODUCER_REGISTERS, **PLAIN, "HAS_SINKS": kind == "capped", **KINDS[kind],
     }  # fmt: skip
     options = {"num_warps": 4} | ({"maxnreg": chosen.max_registers} if chosen.max_registers else {})
     return compiled(hopper_forward, types, constants, options)
 
 
-def backward(head_dim: int, causal: bool) -> dict[str, Any]:
+def backward(head_dim: int, causal: bool, kind: str = "") -> dict[str, Any]:
     chosen = default_backward(problem(head_dim, causal)).hopper
     assert chosen is not None
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
@@ -94,12 +99,12 @@ def backward(head_dim: int, causal: bool) -> dict[str, Any]:
     types |= {"K": tile(BLOCK_N, head_dim), "V": tile(BLOCK_N, head_dim)}
     types |= {"STATISTICS": f"tensordesc<fp32[1, {BLOCK_M}],{flat!r}>"}
     types |= {"SUMS": f"tensordesc<fp32{half},{swizzled!r}>", "DK": "*bf16", "DV": "*bf16"}
-    types |= {"PARTS": "*fp32"}
+    types |= {"PARTS": "*fp32", "BOUNDS": "*i32", "cap": "fp32"}
     types |= {"scale": "fp32", "scale_log2": "fp32"}
     constants = {
         "GROUP": 1, "CAUSAL": causal, "EVEN_KEYS": True, "V_IN_REGISTERS": chosen.v_in_registers,
-        "STAGES": STAGES, "REAL_COLUMNS": head_dim, "SPREAD": chosen.spread,
-        "SHARED": chosen.share, "AHEAD": chosen.ahead,
+        "STAGES": STAGES, "REAL_COLUMNS": head_dim, "SPREAD": chosen.spread and not kind,
+        "SHARED": chosen.share and not kind, "AHEAD": chosen.ahead, **PLAIN, **KINDS[kind],
     }  # fmt: skip
     options = {"num_warps": 4, "maxnreg": _BACKWARD_REGISTERS}
     return compiled(hopper_gradients, types, constants, options)
@@ -107,9 +112,9 @@ def backward(head_dim: int, causal: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     found = {
-        f"{pass_.__name__} {head_dim} {'causal' if causal else 'full'}": pass_(head_dim, causal)
+        f"{pass_.__name__} {head_dim} {'causal' if causal else 'full'} {kind}".strip(): pass_(head_dim, causal, kind)
         for pass_ in (forward, backward)
-        for head_dim in map(int, sys.argv[2:])
-        for causal in (True, False)
+        for head_dim in map(int, sys.argv[3:])
+        for causal, kind in ((True, ""), (False, ""), *((True, kind) for kind in sys.argv[2].split(",")))
     }
     Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,6 +1,7 @@
 """FlashAttention over packed documents, against float64 document by document; on a GPU, or in Triton's interpreter."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,7 @@ from stepscope.kernels.flash import tuning_cache
 from stepscope.kernels.flash.attention import flash_attention
 from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
-    ForwardConfiguration,
     HopperBackward,
-    HopperForward,
     tiles,
 )
 from stepscope.kernels.launching import interpreted
@@ -238,14 +237,17 @@ def test_per_sample_gradients():
             torch.testing.assert_close(got[sample], true)
 
 
-def test_hopper_kernels_take_no_documents(monkeypatch: pytest.MonkeyPatch):
-    """Their calls go to the kernels in Triton, which every configuration has too."""
-    monkeypatch.setattr(flash_launch, "hopper_takes", lambda *_, **__: pytest.fail("it asked for a kernel in Gluon"))
+def test_hopper_kernels_take_limits_of_self_attention_alone(monkeypatch: pytest.MonkeyPatch):
+    """Other calls go to the kernels in Triton, which every configuration has too."""
+    monkeypatch.setattr(flash_launch, "_hopper", lambda: SimpleNamespace(takes=lambda *_: True))
+    q, longer = torch.zeros(1, 1, 16, 64), torch.zeros(1, 1, 24, 64)
+    for keys, limited, taken in ((q, True, True), (longer, True, False), (longer, False, True)):
+        assert flash_launch.hopper_takes(q, keys, keys, limited=limited) == taken
     both = tiles(16, 16, 4, 1)
-    forward = ForwardConfiguration(tiles=both, hopper=HopperForward())
     backward = BackwardConfiguration(keys=both, queries=both, hopper=HopperBackward())
-    with tuning_cache.forced(forward=forward, backward=backward):
-        assert_right(inputs(q_shape=(1, 1, 20, 16)), (9, 11), causal=True)
+    statistics = flash_launch.statistics_for(q, backward)
+    sloped = flash_launch.sums_for(backward, statistics, q, q, q, q, causal=True, limited=False, sloped=True)
+    assert sloped is None
 
 
 # ---- bounds, and what is wrong

@@ -348,7 +348,7 @@ def test_on_a_hopper_the_kernels_in_gluon_are_measured_and_right(head_dim: int):
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("no Hopper GPU")
     q, k, v = (torch.randn(1, 2, 2000, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    if not hopper_takes(q, k, v, window=None):
+    if not hopper_takes(q, k, v, limited=False):
         pytest.skip("Gluon of this Triton is not known to the kernels")
     problem = tuning_cache.problem_of(q, causal=True)
     measure = flash_tune.OnDevice(q, k, v, causal=True, problem=problem)

@@ -53,6 +53,10 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
     differentiated: Differentiated = "qkv"
     documents: tuple[int, ...] = ()
     """The lengths of the documents, through the batch row by row; none where each row is one."""
+    softcap: float | None = None
+    sinks: bool = False
+    slopes: bool = False
+    """Whether each head has a sink, and a slope of ALiBi (`kernels/flash/tiles.py`)."""
 
     @property
     def layouts(self) -> tuple[Layout, Layout, Layout, Layout]:
@@ -68,6 +72,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
             device_type=device_type, dtype=dtype, head_dim=self.head_dim, queries=self.queries, keys=self.keys,
             heads=self.heads, key_heads=self.key_heads, window=self.window, backward=backward,
             documents=bool(self.documents), largest_score=largest_score,
+            scoring=self.softcap is not None or self.sinks or self.slopes,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -80,6 +85,9 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
             *([f"scale {self.scale:g}"] if self.scale is not None else []),
             *([f"scores {self.numbers}"] if self.numbers != "normal" else []),
             *([f"documents of {', '.join(map(str, self.documents))}"] if self.documents else []),
+            *([f"softcap {self.softcap:g}"] if self.softcap is not None else []),
+            *(["sinks"] if self.sinks else []),
+            *(["slopes"] if self.slopes else []),
             *([f"gradients of {' and '.join(self.differentiated)} alone"] if self.differentiated != "qkv" else []),
         ]
         if isinstance(self.layout, tuple):
@@ -92,7 +100,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
 class TensorError(msgspec.Struct, frozen=True, kw_only=True):
     """The error of the output or of a gradient against float64."""
 
-    tensor: Literal["out", "dq", "dk", "dv"]
+    tensor: Literal["out", "dq", "dk", "dv", "dsinks"]
     error: float | None
     """|found - exact| / |exact|; None where something is not finite."""
     allowed: float

@@ -63,6 +63,8 @@ class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
     documents: bool = False
     """Whether the rows hold several documents, and a query sees only keys of its own."""
+    scoring: bool = False
+    """Whether scores get more than a scale: a softcap, sinks or ALiBi's slopes (`kernels/flash/tiles.py`)."""
     largest_score: float | None = None
     """The largest absolute score of a query and a key that it sees; None if the numbers are unknown."""
     backward: bool = True
@@ -99,6 +101,8 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it takes a sliding window."""
     documents: bool = False
     """Whether it takes documents, as their bounds (kernels/documents.py): a keyword argument `bounds`."""
+    scoring: bool = False
+    """Whether it takes a softcap, sinks and slopes: keyword arguments of these names."""
     subtracts_maximum: bool = True
     """Whether it subtracts the row's maximum, which allows scores of any size. If not, their exp must be finite."""
     compiler: Compiler | None = None
@@ -168,6 +172,7 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
             ),
             (call.window is not None and not self.window, "takes no sliding window"),
             (call.documents and not self.documents, "takes no documents in one row"),
+            (call.scoring and not self.scoring, "takes no softcap, sinks or slopes"),
         )
         return next((why for is_one, why in faults if is_one), None) or self.fault_of_scores(call)
 
@@ -260,7 +265,7 @@ ATTENTIONS: Records[AttentionRecord] = Records({
     # Written out: scores, mask, softmax with the maximum subtracted, weighted sum.
     "reference": AttentionRecord(
         function=f"{_WRITTEN_OUT}:reference", scores="whole", memory="scores", predicted="always", rounds_scores=True,
-        documents=True,
+        documents=True, scoring=True,
     ),
     # PyTorch's scaled_dot_product_attention. PyTorch chooses the backend, and the run names it.
     "sdpa": AttentionRecord(
@@ -327,7 +332,7 @@ ATTENTIONS: Records[AttentionRecord] = Records({
         function="stepscope.kernels.flash.attention:flash_attention", memory="hopper", predicted="always",
         kept_operators=("stepscope::flash_attention_forward",), compiler="triton", kernel_by_length=True,
         capability=(8, 0), cuda_dtypes=_FUSED, cpu_dtypes=_FUSED, max_head_dim=256,
-        documents=True,
+        documents=True, scoring=True,
         signs=r"^stepscope::flash_attention_forward|^flash_forward", signs_when_compiled=True,
     ),
 }, of_users=AttentionRecord(function="", window=False, proposed=False, rounds_scores=True))  # fmt: skip

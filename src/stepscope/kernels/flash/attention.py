@@ -1,17 +1,17 @@
 """FlashAttention-2 for PyTorch: operators with fake kernels, autograd and a FLOP formula, and two Functions.
 
-    flash_attention(q, k, v, causal=..., scale=None, window=None, cu_seqlens=None) -> out        (B, H, S, D)
+    flash_attention(q, k, v, causal=..., scale=None, window=None, cu_seqlens=None, ...) -> out   (B, H, S, D)
     FlashAttention.apply(q, k, v, is_causal=False) -> out                       (..., S, D)
     FlashAttentionTiled.apply(q, k, v, is_causal=False) -> out                  (..., S, D), in PyTorch: tiled.py
 
 With `causal`, query i sees key j if j <= i (top-left alignment if S and T differ, like `is_causal` of PyTorch's
 scaled_dot_product_attention). With a window w it must also hold that i - j < w and, without causal, that j - i < w. A
 row that sees no key gives zeros, logsumexp -inf and no gradient. With documents (`kernels/documents.py`) query i sees
-only keys of its own. Under autocast both run in autocast's dtype, like
-PyTorch's attention.
+only keys of its own. tiles.py says what a softcap, sinks and ALiBi's slopes are. Under autocast both run in
+autocast's dtype, like PyTorch's attention.
 
 Forward is deterministic. Backward is deterministic unless its kernels sum dQ in memory, in an order that differs
-between runs: the kernels for Hopper (16 bits, head_dim 64 to 128 in steps of 8, no window), and a `fused`
+between runs: the kernels for Hopper (16 bits, head_dim 64 to 128 in steps of 8, no slopes), and a `fused`
 backward if chosen. Neither runs under `torch.use_deterministic_algorithms(True)`, unless it is forced.
 """
 
@@ -67,7 +67,16 @@ def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | Non
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    bounds: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     launch, recorded_launches, tuning = _launching()
     if q.device.type == "cpu" and not launch.interpreted():
@@ -83,7 +92,8 @@ def _forward(
     target = _dense_target(out)
     precision = tuning.precision_for(q)
 
-    packed = () if bounds is None else (bounds.contiguous(),)
+    places = _places(bounds, sinks, slopes)
+    given = [each for each in (bounds, sinks, slopes) if each is not None]
 
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
         launch.launch_forward(
@@ -92,19 +102,25 @@ def _forward(
             scale=scale,
             window=window,
             precision=precision,
-            parts=tensors[5 + len(packed) :],
-            bounds=tensors[5] if packed else None,
+            parts=tensors[5 + len(given) :],
+            bounds=_at(tensors, 5, places[0]),
+            scoring=launch.Scoring(softcap, _at(tensors, 5, places[1]), _at(tensors, 5, places[2])),
             configuration=tuning.forward_configuration(q, causal=causal),
             launcher=launcher,
         )
 
-    tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *packed, *launch.parts_for(precision, q, k, v))
-    options = (causal, scale, window, len(packed), tuning.state(q))
+    of_positions = (each.contiguous() for each in given)
+    tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *of_positions, *launch.parts_for(precision, q, k, v))
+    options = (causal, scale, window, softcap, places, tuning.state(q))
     key = _forward_key(q, tensors[1], tensors[2], options)
     recorded_launches.run(key, tensors, call)
     if target is not out:
         out.copy_(target)
-    elif recorded_launches.native.extension() is not None and not (window or packed) and _as_given(tensors, q, k, v):
+    elif (
+        recorded_launches.native.extension() is not None
+        and not (window or given or softcap)
+        and _as_given(tensors, q, k, v)
+    ):
         recorded_launches.teach_native(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(), key=key
         )
@@ -124,18 +140,26 @@ def _forward_key(q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...]) -
 def _backward(
     gradient: Tensor, logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     logsumexp: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     launch, recorded_launches, tuning = _launching()
     window = _needed(window, q, k, causal)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    of_sinks = _like_sinks(q, sinks)
     if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_()
+        return dq, dk.zero_(), dv.zero_(), of_sinks.zero_()
     targets = (_dense_target(dq), _dense_target(dk), _dense_target(dv))
     configuration = tuning.backward_configuration(q, causal=causal)
     dense = _dense(gradient), _dense(q), _dense(k), _dense(v)
     statistics = launch.statistics_for(q, configuration)
     sums = launch.sums_for(
-        configuration, statistics, *dense[1:], dense[0], causal=causal, window=window, packed=bounds is not None
+        configuration,
+        statistics,
+        *dense[1:],
+        dense[0],
+        causal=causal,
+        limited=window is not None or bounds is not None,
+        sloped=slopes is not None,
     )
     precision = tuning.precision_for(q)
     # A tensor that was saved between the passes may have a new layout. The kernels address logsumexp without strides.
@@ -144,9 +168,10 @@ def _backward(
     rest = (
         () if sums is None else (sums,),
         () if bounds is None else (bounds.contiguous(),),
+        () if slopes is None else (slopes.contiguous(),),
         () if logsumexp_gradient is None else (logsumexp_gradient.contiguous(),),
     )
-    tensors = (*always, *parts, *rest[0], *rest[1], *rest[2])
+    tensors = (*always, *parts, *itertools.chain(*rest))
     ends = tuple(itertools.accumulate(map(len, (always, parts, *rest))))
 
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
@@ -154,57 +179,89 @@ def _backward(
             *tensors[: ends[0]], causal=causal, scale=scale, window=window, precision=precision,
             tma=configuration.tma, rows_first=configuration.rows_first, parts=tensors[ends[0] : ends[1]],
             sums=next(iter(tensors[ends[1] : ends[2]]), None),
-            bounds=next(iter(tensors[ends[2] : ends[3]]), None), launcher=launcher,
+            bounds=next(iter(tensors[ends[2] : ends[3]]), None),
+            scoring=launch.Scoring(softcap=softcap, slopes=next(iter(tensors[ends[3] : ends[4]]), None)),
+            launcher=launcher,
         )  # fmt: skip
-        launch.run_backward(backward, configuration, *tensors[ends[3] :])
+        launch.run_backward(backward, configuration, *tensors[ends[4] :])
 
     strides = tensors[0].stride(), q.stride(), k.stride(), v.stride(), tensors[4].stride(), ends
-    key = ("backward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))
+    key = ("backward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, softcap, tuning.state(q))
     recorded_launches.run(key, tensors, call)
     for gradient_of, target in zip((dq, dk, dv), targets, strict=True):
         if target is not gradient_of:
             gradient_of.copy_(target)
     arguments = (gradient, q, k, v, out, logsumexp, dq, dk, dv)
-    plain = not (window or rest[1] or rest[2])
+    plain = not (window or softcap or any(rest[1:]) or sinks is not None)
     if recorded_launches.native.extension() is not None and plain and _as_given(always, *arguments):
         recorded_launches.teach_native(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(),
-            key=_forward_key(q, k, v, (causal, scale, window, 0, tuning.state(q))),
+            key=_forward_key(q, k, v, (causal, scale, window, None, _places(None, None, None), tuning.state(q))),
             backward=recorded_launches.Backward(key, gradient, (dq, dk, dv), statistics, sums),
         )  # fmt: skip
-    return dq, dk, dv
+    if sinks is not None:
+        of_sinks.copy_(_sinks_gradient(statistics, sinks, q))
+    return dq, dk, dv, of_sinks
+
+
+def _places(*tensors: Tensor | None) -> tuple[int | None, ...]:
+    """Where each of these tensors stands among those that are given."""
+    count = itertools.count()
+    return tuple(None if each is None else next(count) for each in tensors)
+
+
+def _at(tensors: tuple[Tensor, ...], first: int, place: int | None) -> Tensor | None:
+    return None if place is None else tensors[first + place]
+
+
+def _like_sinks(q: Tensor, sinks: Tensor | None) -> Tensor:
+    """A tensor for the gradient of the sinks, without a number where there are none."""
+    return q.new_empty(0, dtype=torch.float32) if sinks is None else torch.empty_like(sinks)
+
+
+def _sinks_gradient(statistics: Tensor, sinks: Tensor, q: Tensor) -> Tensor:
+    """Minus the sum, over a head's rows, of the sink's weight times delta, of a backward pass's row statistics."""
+    logsumexp_2, delta = statistics.view(2, q.shape[0], q.shape[1], -1)
+    weights = torch.exp2(sinks[:, None] * math.log2(math.e) - logsumexp_2)
+    return -(weights * delta).sum(dim=(0, 2))
+
+
+def _like_gradients(_gradient: Tensor, _of_logsumexp: Tensor | None, *of: Any) -> tuple[Tensor, ...]:
+    """Empty gradients of a backward pass: of q, k, v and the sinks, which are one before the last argument if given."""
+    return *map(torch.empty_like, of[:3]), _like_sinks(of[0], of[10] if len(of) > 10 else None)
 
 
 define(
     "flash_attention_forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, int? window,"
-    " Tensor? bounds=None) -> (Tensor, Tensor)",
+    " Tensor? bounds=None, float? softcap=None, Tensor? sinks=None, Tensor? slopes=None) -> (Tensor, Tensor)",
     _forward,
     lambda q, *_: (torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)),
 )
 define(
     "flash_attention_backward(Tensor gradient, Tensor? logsumexp_gradient, Tensor q, Tensor k, Tensor v, Tensor out,"
-    " Tensor logsumexp, bool causal, float scale, int? window, Tensor? bounds=None) -> (Tensor, Tensor, Tensor)",
+    " Tensor logsumexp, bool causal, float scale, int? window, Tensor? bounds=None, float? softcap=None,"
+    " Tensor? sinks=None, Tensor? slopes=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _backward,
-    lambda _gradient, _logsumexp_gradient, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))),
+    _like_gradients,
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, ctx.causal, ctx.scale, ctx.window, bounds = inputs
-    ctx.save_for_backward(q, k, v, *output, bounds)
+    q, k, v, *ctx.options, bounds, ctx.softcap, sinks, slopes = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds, sinks, slopes)
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, gradient: Tensor | None, logsumexp_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
     if gradient is None:
         if logsumexp_gradient is None:
-            return (None,) * 7
+            return (None,) * 10
         gradient = torch.zeros_like(ctx.saved_tensors[3])
-    *saved, bounds = ctx.saved_tensors
-    gradients = torch.ops.stepscope.flash_attention_backward(
-        gradient, logsumexp_gradient, *saved, ctx.causal, ctx.scale, ctx.window, bounds
+    *saved, bounds, sinks, slopes = ctx.saved_tensors
+    *gradients, of_sinks = torch.ops.stepscope.flash_attention_backward(
+        gradient, logsumexp_gradient, *saved, *ctx.options, bounds, ctx.softcap, sinks, slopes
     )
-    return *gradients, None, None, None, None
+    return *gradients, None, None, None, None, None, None if sinks is None else of_sinks, None
 
 
 torch.library.register_autograd("stepscope::flash_attention_forward", _autograd, setup_context=_setup_context)
@@ -263,13 +320,35 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> 
         raise InputError(f"attention flash takes a window of 1 or more whole positions, not {window}")
 
 
+def check_scoring(q: Tensor, softcap: float | None, sinks: Tensor | None, slopes: Tensor | None) -> None:
+    """Raise an InputError of one line for what cannot be done to the scores of these queries (B, H, S, D)."""
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise InputError(f"attention flash takes a softcap above zero, not {softcap:g}: leave it out for none")
+    for name, tensor in (("sinks", sinks), ("slopes", slopes)):
+        if tensor is None:
+            continue
+        if tensor.shape != (q.shape[1],) or tensor.dtype != torch.float32 or tensor.device != q.device:
+            raise InputError(
+                f"attention flash takes {name} ({q.shape[1]},) in fp32 on {q.device}, one for each head of queries, "
+                f"not {tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+            )
+    if slopes is not None and slopes.requires_grad:
+        raise InputError(
+            "attention flash has no gradient of ALiBi's slopes: detach them, or choose attention reference"
+        )
+
+
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
-    cu_seqlens: Tensor | None = None, bounds: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, bounds: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v, with scale 1 / sqrt(D) by default. The module says what causal and window hide.
 
     cu_seqlens: the borders of documents. bounds: what `document_bounds` made of them, once for several calls.
+    softcap: scores s become softcap tanh(s / softcap), as in Gemma 2 (arXiv:2408.00118). sinks: (H,) fp32, a score that
+    each row of a head has besides, whose value is zero; they may have a gradient. slopes: (H,) fp32, of ALiBi, without
+    one: scores get -slope |i - j|.
     """
     q, k, v = as_autocast(q, k, v)
     check_inputs(q, k, v, window)
@@ -277,29 +356,35 @@ def flash_attention(
         bounds = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
     if bounds is not None:
         check_bounds(bounds, q, k)
+    if softcap is not None or sinks is not None or slopes is not None:
+        check_scoring(q, softcap, sinks, slopes)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    scoring = softcap, sinks, slopes
     if watched(q, k, v):
         if transformed_by_func():
-            return _TransformedForward.apply(q, k, v, causal, scale, window, bounds)[0]
-        return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds)[0]
-    if window is None and bounds is None:
+            return _TransformedForward.apply(q, k, v, causal, scale, window, bounds, *scoring)[0]
+        return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds, *scoring)[0]
+    if sinks is not None:
+        # It may need a gradient of its own, which `_Direct` does not return.
+        return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds, *scoring)[0]
+    if window is None and bounds is None and softcap is None and slopes is None:
         _, recorded_launches, tuning = _launching()
         out = recorded_launches.call_native(q, k, v, causal, scale, tuning.configuration_number())
         if out is not None:
             return out
-    return _Direct.apply(q, k, v, (causal, scale, window, bounds))
+    return _Direct.apply(q, k, v, (causal, scale, window, bounds, *scoring))
 
 
 def _gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float,
-    window: int | None, bounds: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    window: int | None, bounds: Tensor | None = None, *scoring: Any,
+) -> Sequence[Tensor]:  # fmt: skip
     # With gradients enabled, this backward is itself differentiated. The operator then raises, since it cannot be.
     if torch.is_grad_enabled() or watched(q, k, v) or type(gradient) is not Tensor:
         return torch.ops.stepscope.flash_attention_backward(
-            gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds
-        )
-    return _backward(gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds)
+            gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds, *scoring
+        )[:3]
+    return _backward(gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds, *scoring)[:3]
 
 
 class _Direct(torch.autograd.Function):
@@ -308,7 +393,11 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, options: tuple[bool, float, int | None, Tensor | None]
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: tuple[bool, float, int | None, Tensor | None, float | None, Tensor | None, Tensor | None],
     ) -> Tensor:
         out, logsumexp = _forward(q, k, v, *options)
         ctx.save_for_backward(q, k, v, out, logsumexp)
@@ -389,21 +478,23 @@ class _TransformedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None, *positions: Any
     ) -> tuple[Tensor, Tensor]:
-        return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds)
+        return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, *positions)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, *options, bounds = inputs
-        ctx.save_for_backward(q, k, v, *output, bounds)
-        ctx.options = options
+        q, k, v, *ctx.options, bounds, ctx.softcap, sinks, slopes = inputs
+        ctx.save_for_backward(q, k, v, *output, bounds, sinks, slopes)
         ctx.mark_non_differentiable(output[1])  # the logsumexp is not returned to the caller
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, bounds = ctx.saved_tensors
-        return *_TransformedBackward.apply(gradients[0], *saved, *ctx.options, bounds), None, None, None, None
+        *saved, bounds, sinks, slopes = ctx.saved_tensors
+        *found, of_sinks = _TransformedBackward.apply(
+            gradients[0], *saved, *ctx.options, bounds, ctx.softcap, sinks, slopes
+        )
+        return *found, None, None, None, None, None, None if sinks is None else of_sinks, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -414,7 +505,7 @@ class _TransformedBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradient: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(gradient: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return torch.ops.stepscope.flash_attention_backward(gradient, None, *rest)
 
     @staticmethod
@@ -427,8 +518,8 @@ class _TransformedBackward(torch.autograd.Function):
 
 
 def _of_many(run: Callable[..., Sequence[Tensor]], tensors: int) -> Callable[..., Any]:
-    """The rule for `vmap` of an operator with so many tensors, three options, and the bounds of documents, which a call
-    may leave out."""
+    """The rule for `vmap` of an operator with so many tensors, three options, and the bounds of documents and what is
+    done to scores, which a call may leave out."""
 
     def fold(size: int, dim: int | None, tensor: Tensor | None, batch: int = 0) -> Tensor | None:
         # The mapped dimension becomes part of the batch, which stands at this place.
@@ -442,10 +533,15 @@ def _of_many(run: Callable[..., Sequence[Tensor]], tensors: int) -> Callable[...
         folded = [fold(size, dim, tensor) for dim, tensor in zip(in_dims[:tensors], inputs[:tensors], strict=True)]
         bounds = [
             fold(size, dim, bounds, batch=1)
-            for dim, bounds in zip(in_dims[tensors + 3 :], inputs[tensors + 3 :], strict=True)
+            for dim, bounds in zip(in_dims[tensors + 3 :][:1], inputs[tensors + 3 :][:1], strict=True)
         ]
-        outputs = run(*folded, *options, *bounds)
-        return tuple(out.unflatten(0, (size, -1)) for out in outputs), (0,) * len(outputs)
+        scoring = inputs[tensors + 4 :]
+        if any(isinstance(each, Tensor) for each in scoring):
+            raise InputError(f"{_SUPPORTED}, but vmap takes neither sinks nor slopes: take attention reference")
+        outputs = run(*folded, *options, *bounds, *scoring)
+        # The last result of backward is a gradient of sinks, of which there are none here.
+        whole = tuple(out.unflatten(0, (size, -1)) if out.dim() > 1 else out.expand(size, 0) for out in outputs)
+        return whole, (0,) * len(outputs)
 
     return run_many
 

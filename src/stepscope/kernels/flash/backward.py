@@ -7,6 +7,9 @@ From dO, with c = scale * log2(e) and the forward's logsumexp L (in base 2 here)
     dP = dO V^T                   dS = P * (dP - delta)
     dK = scale dS^T Q             dQ = scale dS K
 
+With a softcap the weights are of c tanh(cap Q K^T), and dS has the factor 1 - tanh^2. A sink's gradient is minus the
+sum of its own weight times delta over the rows.
+
 (Dao 2023, arXiv:2307.08691, algorithm 2.) There are three ways to sum:
 
     apart   a kernel over tiles of queries makes dQ and writes delta, then a kernel over tiles of keys makes dK and dV.
@@ -24,6 +27,7 @@ import triton.language as tl
 
 from stepscope.kernels.flash.tiles import (
     as_operand,
+    capped,
     document_of,
     head_and_row,
     in_document,
@@ -38,6 +42,7 @@ from stepscope.kernels.flash.tiles import (
     transposed,
     turn_of,
     visible,
+    with_bias,
 )
 from stepscope.kernels.launching import LOG2E
 
@@ -110,10 +115,10 @@ def _load_statistic(STATISTICS, row, first_query, padded, BLOCK_M: tl.constexpr,
 def _visit_queries(
     dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
     q_row, g_row, dq_row, key, document_first, document_after, begin, end, queries, keys, window, padded, rows,
-    scale_log2,
+    scale_log2, cap, slope,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, EVEN_QUERIES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
-    TMA_REDUCE: tl.constexpr,
+    TMA_REDUCE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     for first_query in tl.range(begin, end, BLOCK_M):  # pyright: ignore[reportGeneralTypeIssues]
         query = first_query + tl.arange(0, BLOCK_M)
@@ -121,7 +126,8 @@ def _visit_queries(
             Q, q_offset, batch, head, first_query, queries, q_row,
             BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
         )  # fmt: skip
-        scores_transposed = product(k, transposed(q, PRECISION), None, PRECISION)
+        capped_transposed = capped(product(k, transposed(q, PRECISION), None, PRECISION), cap, not HALF)
+        scores_transposed = with_bias(capped_transposed, query[None, :], key[:, None], slope)
         logsumexp = _load_statistic(STATISTICS, statistics_row, first_query, padded, BLOCK_M, TMA)
         weights_transposed = tl.math.exp2(scores_transposed * scale_log2 - logsumexp[None, :])
         if MASKED:
@@ -135,7 +141,10 @@ def _visit_queries(
         dv = product(as_operand(weights_transposed, gradient, PRECISION), gradient, dv, PRECISION)
         dp_transposed = product(v, transposed(gradient, PRECISION), None, PRECISION)
         delta = _load_statistic(STATISTICS, statistics_row + rows, first_query, padded, BLOCK_M, TMA)
-        ds_transposed = as_operand(weights_transposed * (dp_transposed - delta[None, :]), q, PRECISION)
+        ds_transposed = weights_transposed * (dp_transposed - delta[None, :])
+        if cap is not None:
+            ds_transposed = ds_transposed * (1 - capped_transposed * capped_transposed)
+        ds_transposed = as_operand(ds_transposed, q, PRECISION)
         dk = product(ds_transposed, q, dk, PRECISION)
         if FUSED:
             dq = product(transposed(ds_transposed, PRECISION), k, None, PRECISION)
@@ -152,7 +161,7 @@ def _visit_queries(
 
 @triton.jit(do_not_specialize=["together"])
 def flash_key_gradients(
-    Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
+    Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, SLOPES, scale, scale_log2, cap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     batches, kv_heads, queries, keys, window, padded, together,
@@ -205,6 +214,10 @@ def flash_key_gradients(
         g_offset = batch_long * g_batch + long(head) * g_head
         dq_offset = batch_long * dq_batch + long(head) * dq_head
         statistics_row = batch * kv_heads * GROUP + head
+        slope = None
+        if SLOPES is not None:
+            # In units of a product of a query and a key.
+            slope = tl.load(SLOPES + head) * (LOG2E / scale_log2)
         # Masked tiles before those where every pair is visible, these, and masked tiles behind them.
         begins = (begin, full_begin, full_end)
         ends = (tl.minimum(full_begin, end), full_end, end)
@@ -213,8 +226,9 @@ def flash_key_gradients(
                 dk, dv = _visit_queries(
                     dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch,
                     head, q_row, g_row, dq_row, key, document_first, document_after, begins[side], ends[side],
-                    queries, keys, window, padded, rows, scale_log2, HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW,
-                    side != 1, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
+                    queries, keys, window, padded, rows, scale_log2, cap, slope, HEAD_DIM, BLOCK_D,
+                    BLOCK_M, CAUSAL, WINDOW, side != 1, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
+                    DK.dtype.element_ty.primitive_bitwidth == 16,
                 )  # fmt: skip
     store_tile(
         DV, batch_long * dv_batch + long(kv_head) * dv_head, dv, first_key, keys, dv_row,
@@ -229,19 +243,20 @@ def flash_key_gradients(
 @triton.jit
 def _visit_keys(
     dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-    query, document_first, document_after, begin, end, keys, window, scale_log2,
+    query, document_first, document_after, begin, end, keys, window, scale_log2, cap, slope,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     for first_key in tl.range(begin, end, BLOCK_N):  # pyright: ignore[reportGeneralTypeIssues]
         k = load_operand(
             K, k_offset, batch, kv_head, first_key, keys, k_row,
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,
         )  # fmt: skip
-        scores = product(q, transposed(k, PRECISION), None, PRECISION)
+        key = first_key + tl.arange(0, BLOCK_N)
+        scores_capped = capped(product(q, transposed(k, PRECISION), None, PRECISION), cap, not HALF)
+        scores = with_bias(scores_capped, query[:, None], key[None, :], slope)
         weights = tl.math.exp2(scores * scale_log2 - logsumexp[:, None])
         if MASKED:
-            key = first_key + tl.arange(0, BLOCK_N)
             mask = visible(query[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
             mask = in_document(mask, key, document_first, document_after)
             weights = tl.where(mask, weights, 0.0)
@@ -250,14 +265,17 @@ def _visit_keys(
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,
         )  # fmt: skip
         dp = product(gradient, transposed(v, PRECISION), None, PRECISION)
-        ds = as_operand(weights * (dp - delta[:, None]), k, PRECISION)
+        ds = weights * (dp - delta[:, None])
+        if cap is not None:
+            ds = ds * (1 - scores_capped * scores_capped)
+        ds = as_operand(ds, k, PRECISION)
         dq = product(ds, k, dq, PRECISION)
     return dq
 
 
 @triton.jit(do_not_specialize=["together"])
 def flash_query_gradients(
-    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, scale, scale_log2,
+    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, SLOPES, scale, scale_log2, cap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
     batches, kv_heads, queries, keys, window, padded, together,
@@ -307,6 +325,10 @@ def flash_query_gradients(
     k_offset = batch_long * k_batch + long(kv_head) * k_head
     v_offset = batch_long * v_batch + long(kv_head) * v_head
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    slope = None
+    if SLOPES is not None:
+        # In units of a product of a query and a key.
+        slope = tl.load(SLOPES + head) * (LOG2E / scale_log2)
     document_first = None
     document_after = None
     if BOUNDS is not None:
@@ -321,8 +343,9 @@ def flash_query_gradients(
         if side == 2 or WINDOW or BOUNDS is not None or (side == 1 and (CAUSAL or not EVEN_KEYS)):
             dq = _visit_keys(
                 dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-                query, document_first, document_after, begins[side], ends[side], keys, window, scale_log2,
+                query, document_first, document_after, begins[side], ends[side], keys, window, scale_log2, cap, slope,
                 HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, side != 2, EVEN_KEYS, PRECISION, TMA,
+                DQ.dtype.element_ty.primitive_bitwidth == 16,
             )  # fmt: skip
     store_tile(
         DQ, batch_long * dq_batch + long(head) * dq_head, dq * scale, first_query, queries, dq_row,
@@ -332,8 +355,8 @@ def flash_query_gradients(
 
 @triton.jit(do_not_specialize=["together"])
 def flash_joint_gradients(
-    Q, K, V, GRADIENT, Q2, K2, V2, GRADIENT2, DQ, DK, DV, STATISTICS, STATISTICS2, BOUNDS,
-    scale, scale_log2,
+    Q, K, V, GRADIENT, Q2, K2, V2, GRADIENT2, DQ, DK, DV, STATISTICS, STATISTICS2, BOUNDS, SLOPES,
+    scale, scale_log2, cap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     batches, kv_heads, queries, keys, window, padded, together,
@@ -350,7 +373,7 @@ def flash_joint_gradients(
     key_programs = tl.cdiv(keys, BLOCK_N) * batches * kv_heads
     if tl.program_id(0) < key_programs:
         flash_key_gradients(
-            Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
+            Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, SLOPES, scale, scale_log2, cap,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
             batches, kv_heads, queries, keys, window, padded, together, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
@@ -358,7 +381,8 @@ def flash_joint_gradients(
         )  # fmt: skip
     else:
         flash_query_gradients(
-            Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2, BOUNDS, scale, scale_log2,
+            Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2, BOUNDS, SLOPES,
+            scale, scale_log2, cap,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             0, 0, 0, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded, together,
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_M2, BLOCK_N2, CAUSAL, WINDOW, EVEN_QUERIES2, EVEN_KEYS2, PRECISION, TMA,

@@ -9,7 +9,8 @@ A program has one tile of queries Q_i and loops over tiles of keys. With c = sca
 
 and at the end out = o / l, logsumexp = (m + log2 l) ln 2. (Dao 2023, arXiv:2307.08691, algorithm 1.) Only one tile of
 scores exists at a time, in registers. With log2(e) folded into the scale, each exponential is one multiply-add and one
-instruction of the special-function unit.
+instruction of the special-function unit. A sink is one more score of a row, whose value is zero: its exponential is
+added to l at the end. tiles.py says what else may be done to scores.
 """
 
 import triton
@@ -17,6 +18,7 @@ import triton.language as tl
 
 from stepscope.kernels.flash.tiles import (
     as_operand,
+    capped,
     document_of,
     in_document,
     keys_visited,
@@ -28,7 +30,9 @@ from stepscope.kernels.flash.tiles import (
     transposed,
     turn_of,
     visible,
+    with_bias,
 )
+from stepscope.kernels.launching import LOG2E
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -36,19 +40,20 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _visit_keys(
     output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_stride, v_stride,
-    queries_of_tile, document_first, document_after, begin, end, keys, window, scale_log2,
+    queries_of_tile, document_first, document_after, begin, end, keys, window, scale_log2, cap, slope,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,
+    WARP_SPECIALIZE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     for first_key in tl.range(begin, end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):  # pyright: ignore
         k = load_operand(
             K, k_offset, batch, kv_head, first_key, keys, k_stride,
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,
         )  # fmt: skip
-        scores = product(q, transposed(k, PRECISION), None, PRECISION)
+        scores = capped(product(q, transposed(k, PRECISION), None, PRECISION), cap, not HALF)
+        key = first_key + tl.arange(0, BLOCK_N)
+        scores = with_bias(scores, queries_of_tile[:, None], key[None, :], slope)
         if MASKED:
-            key = first_key + tl.arange(0, BLOCK_N)
             mask = visible(queries_of_tile[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
             mask = in_document(mask, key, document_first, document_after)
             scores = tl.where(mask, scores, float("-inf"))
@@ -72,7 +77,7 @@ def _visit_keys(
 
 @triton.jit
 def _attend_tile(
-    tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
+    tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, scale_log2, cap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     batches, heads, queries, keys, window, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -105,6 +110,10 @@ def _attend_tile(
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
+    slope = None
+    if SLOPES is not None:
+        # In units of a product of a query and a key.
+        slope = tl.load(SLOPES + head) * (LOG2E / scale_log2)
     document_first = None
     document_after = None
     if BOUNDS is not None:
@@ -119,11 +128,19 @@ def _attend_tile(
         if side == 2 or WINDOW or BOUNDS is not None or (side == 1 and (CAUSAL or not EVEN_KEYS)):
             output, total, maximum = _visit_keys(
                 output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-                query, document_first, document_after, begins[side], ends[side], keys, window, scale_log2,
+                query, document_first, document_after, begins[side], ends[side], keys, window, scale_log2, cap, slope,
                 HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, side != 2, EVEN_KEYS, PRECISION, TMA,
-                WARP_SPECIALIZE and side == 2,
+                WARP_SPECIALIZE and side == 2, OUT.dtype.element_ty.primitive_bitwidth == 16,
             )  # fmt: skip
 
+    if SINKS is not None:
+        sink = tl.load(SINKS + head) * LOG2E
+        new_maximum = tl.maximum(maximum, sink)
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        decay = tl.math.exp2(maximum - shift)
+        total = total * decay + tl.math.exp2(sink - shift)
+        output = output * decay[:, None]
+        maximum = new_maximum
     # A row that saw no key has total 0 and maximum -inf. Its output is zeros, its logsumexp -inf + log2(1) = -inf.
     divisor = tl.where(total == 0.0, 1.0, total)
     output = output / divisor[:, None]
@@ -137,7 +154,7 @@ def _attend_tile(
 
 @triton.jit(do_not_specialize=["together"])
 def flash_forward(
-    Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
+    Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, scale_log2, cap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     batches, heads, queries, keys, window, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -147,15 +164,15 @@ def flash_forward(
 ):  # fmt: skip
     """Compute forward: one program per tile of queries of a head or, if PERSISTENT, per multiprocessor.
 
-    LOGSUMEXP is (B, H, S) fp32, contiguous. tiles.py describes BOUNDS. Strides are in elements; the head dimension is
-    dense. With TMA, Q, K and V are tensor descriptors of (B, H, rows, D) with blocks (1, 1, BLOCK_M or BLOCK_N,
-    BLOCK_D).
+    LOGSUMEXP is (B, H, S) fp32, contiguous. tiles.py describes BOUNDS, SINKS, SLOPES and cap. Strides are in elements;
+    the head dimension is dense. With TMA, Q, K and V are tensor descriptors of (B, H, rows, D) with blocks (1, 1,
+    BLOCK_M or BLOCK_N, BLOCK_D).
     """
     if PERSISTENT:
         tiles = tl.cdiv(queries, BLOCK_M) * batches * heads
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):  # pyright: ignore[reportGeneralTypeIssues]
             _attend_tile(
-                tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
+                tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, scale_log2, cap,
                 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
                 batches, heads, queries, keys, window, together,
                 GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS,
@@ -163,7 +180,7 @@ def flash_forward(
             )  # fmt: skip
     else:
         _attend_tile(
-            tl.program_id(0), Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
+            tl.program_id(0), Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, scale_log2, cap,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
             batches, heads, queries, keys, window, together,
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS,

@@ -5,7 +5,8 @@ dense (stride 1); every other stride is honoured.
 """
 
 import functools
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -47,6 +48,23 @@ from stepscope.kernels.launching import (
 if TYPE_CHECKING:
     from types import ModuleType
 
+
+class Scoring(NamedTuple):
+    """What is done to scores beside the scale (`kernels/flash/tiles.py`)."""
+
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    """(H,) fp32, contiguous, as the slopes."""
+    slopes: Tensor | None = None
+
+    def factors(self, scale: float) -> tuple[float, float | None]:
+        """The factor on a score in base 2, and that on a product before its tanh."""
+        if self.softcap is not None:
+            return self.softcap * LOG2E.value, scale / self.softcap
+        return math.copysign(max(abs(scale) * LOG2E.value, SMALLEST_SCALE), scale), None
+
+
+PLAIN = Scoring()
 _PREPROCESS_ROWS = 64
 _SPLIT_ROWS = 32
 _NUMBERS_TOGETHER = 1 << 22
@@ -65,10 +83,15 @@ def _hopper() -> "ModuleType | None":
     return hopper_launch
 
 
-def hopper_takes(*tensors: Tensor, window: int | None) -> bool:
-    """Whether a call on these operands runs a kernel in Gluon, if its configuration names one."""
+def hopper_takes(q: Tensor, k: Tensor, *others: Tensor, limited: bool) -> bool:
+    """Whether a call on these operands runs a kernel in Gluon, if its configuration names one.
+
+    limited: by a window or documents, which those kernels take of self-attention alone.
+    """
     module = _hopper()
-    return module is not None and window is None and module.takes(*tensors) and describable(*tensors)
+    if module is None or (limited and q.shape[2] != k.shape[2]):
+        return False
+    return module.takes(q, k, *others) and describable(q, k, *others)
 
 
 def _described(tensor: Tensor, rows: int, block_d: int) -> TensorDescriptor:
@@ -123,16 +146,29 @@ def _together(queries: int, keys: int, columns: int, batch_heads: int) -> int:
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
     *, causal: bool, scale: float, window: int | None, precision: Precision, configuration: ForwardConfiguration,
-    parts: tuple[Tensor, ...] = (), bounds: Tensor | None = None, launcher: Launcher = launch,
+    parts: tuple[Tensor, ...] = (), bounds: Tensor | None = None, scoring: Scoring = PLAIN,
+    launcher: Launcher = launch,
 ) -> object:  # fmt: skip
     """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous). `parts` are the buffers of `parts_for` q, k and v.
 
-    `bounds` are those of documents, (2, B, S) int32, contiguous. The kernel in Gluon takes no call with them.
+    `bounds` are those of documents, (2, B, S) int32, contiguous. The kernel in Gluon takes no slopes.
     """
-    plain = scale >= 0 and bounds is None
-    if configuration.hopper is not None and plain and hopper_takes(q, k, v, out, window=window):
+    plain, limited = scale >= 0 and scoring.slopes is None, window is not None or bounds is not None
+    if configuration.hopper is not None and plain and hopper_takes(q, k, v, out, limited=limited):
         return _required_hopper().launch_hopper_forward(
-            q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=configuration.hopper, launcher=launcher
+            q,
+            k,
+            v,
+            out,
+            logsumexp,
+            causal=causal,
+            scale=scale,
+            window=window,
+            bounds=bounds,
+            softcap=scoring.softcap,
+            sinks=scoring.sinks,
+            configuration=configuration.hopper,
+            launcher=launcher,
         )
     if splits(precision):
         q_parts, k_parts, v_parts = parts or parts_for(precision, q, k, v)
@@ -154,7 +190,7 @@ def launch_forward(
         _described(q, tiles.block_m, block_d) if tma else q,
         _described(k, tiles.block_n, block_d) if tma else k,
         _described(v, tiles.block_n, block_d) if tma else v,
-        out, logsumexp, bounds, max(abs(scale) * LOG2E.value, SMALLEST_SCALE),
+        out, logsumexp, bounds, scoring.sinks, scoring.slopes, *scoring.factors(abs(scale)),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
         batches, heads, queries, keys, window or 0, _together(queries, keys, block_d, batches * heads),
         heads // kv_heads, head_dim, block_d, tiles.block_m, tiles.block_n,
@@ -178,21 +214,21 @@ def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None
 
 def sums_for(
     configuration: BackwardConfiguration, statistics: Tensor, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor,
-    *, causal: bool, window: int | None, packed: bool = False,
+    *, causal: bool, limited: bool, sloped: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """A buffer for the sums of dQ if the kernel in Gluon takes this pass. With None, the other kernels run.
 
     The kernel in Gluon sums dQ in an order that differs between runs, so it does not run if PyTorch must be
-    deterministic. It takes no documents (`packed`). It also does not run if a causal mask leaves keys that no query
+    deterministic. It takes no slopes (`sloped`). It also does not run if a causal mask leaves keys that no query
     sees. It would add their products to another head's sums, and these are zeros only if keys and values are finite.
     """
-    if configuration.hopper is None or packed or torch.are_deterministic_algorithms_enabled():
+    if configuration.hopper is None or sloped or torch.are_deterministic_algorithms_enabled():
         return None
     if causal and k.shape[2] > statistics.shape[1]:
         return None
-    if not hopper_takes(q, k, v, gradient, window=window):
+    if not hopper_takes(q, k, v, gradient, limited=limited):
         return None
-    return _required_hopper().sums_for(q, k, statistics, causal=causal, configuration=configuration.hopper)
+    return _required_hopper().sums_for(q, k, statistics, masked=causal or limited, configuration=configuration.hopper)
 
 
 def _required_hopper() -> "ModuleType":
@@ -209,7 +245,7 @@ class Backward:
         dq: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor,
         *, causal: bool, scale: float, window: int | None, precision: Precision, tma: bool, rows_first: bool = True,
         parts: tuple[Tensor, ...] = (), sums: Tensor | None = None, bounds: Tensor | None = None,
-        launcher: Launcher = launch,
+        scoring: Scoring = PLAIN, launcher: Launcher = launch,
     ) -> None:  # fmt: skip
         """Hold the tensors without a launch.
 
@@ -219,7 +255,8 @@ class Backward:
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
         self.dq, self.dk, self.dv = dq, dk, dv
         self.sums = sums
-        self.bounds = bounds
+        self._limits = {"window": window, "bounds": bounds, "softcap": scoring.softcap}
+        self._scores = (bounds, scoring.slopes, scale, *scoring.factors(scale))
         self.rows_first = rows_first
         self.scale = scale
         self.causal = causal
@@ -271,7 +308,7 @@ class Backward:
         return self.launch(
             flash_key_gradients, (tiles_of(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
             *self._operands(tiles), target, self.dk, self.dv, self._statistics(tiles),
-            self.bounds, self.scale, self.scale * LOG2E.value, *self._inputs,
+            *self._scores, *self._inputs,
             *sums.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
             *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading, self.rows_first, fused, tma_reduce,
             **_options(tiles),
@@ -304,7 +341,7 @@ class Backward:
             flash_query_gradients, (tiles_of(rows, tiles.block_m) * self.batches * self.heads,),
             *self._operands(tiles), self.out, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient,
-            self.dq, self.statistics, self.bounds, self.scale, self.scale * LOG2E.value,
+            self.dq, self.statistics, *self._scores,
             *self._inputs, *self.out.stride()[:3], *self.dq.stride()[:3], *self._sizes,
             *self._shape(tiles), *self._mask,
             even_queries and rows == self.queries, even_keys, *self._loading,
@@ -319,7 +356,7 @@ class Backward:
         return self.launch(
             flash_joint_gradients, (key_programs + query_programs,),
             *self._operands(keys), *self._operands(queries), self.dq, self.dk, self.dv,
-            self._statistics(keys), self.statistics, self.bounds, self.scale, self.scale * LOG2E.value, *self._inputs,
+            self._statistics(keys), self.statistics, *self._scores, *self._inputs,
             *self.dq.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
             *self._shape(keys), queries.block_m, queries.block_n, *self._mask,
             *self._even(keys), *self._even(queries), *self._loading, self.rows_first,
@@ -331,10 +368,11 @@ class Backward:
         self.preprocess(logsumexp_gradient, sums=sums)
         compiled = _required_hopper().launch_hopper_gradients(
             self.gradient, self.q, self.k, self.v, self.dk, self.dv, self.statistics, sums,
-            causal=self.causal, scale=self.scale, configuration=configuration, launcher=self.launch,
+            causal=self.causal, scale=self.scale, **self._limits, configuration=configuration, launcher=self.launch,
         )  # fmt: skip
         self.finish(sums, self.padded)
-        sharing = _required_hopper().sharing_of(self.q, self.k, causal=self.causal, configuration=configuration)
+        masked = self.causal or self._limits["window"] is not None or self._limits["bounds"] is not None
+        sharing = _required_hopper().sharing_of(self.q, self.k, masked=masked, configuration=configuration)
         if sharing.shared:
             self.finish_keys(sums, sharing)
         return compiled

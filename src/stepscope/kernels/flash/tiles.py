@@ -6,6 +6,13 @@ Scores are S x T (query positions x key positions). A query i sees a key j if
     window w:          i - j < w, and without causal also j - i < w
     documents:         i and j lie in one document; S = T
 
+Between the product q k^T and the softmax, scores may be changed, with c = scale * log2(e) unless said otherwise:
+
+    cap        x = tanh(cap q k) and c = softcap * log2(e), where cap = scale / softcap; None without a softcap
+    SLOPES     (H,) fp32, of ALiBi (Press 2021, arXiv:2108.12409): the score less slope |i - j|; None without
+    SINKS      (H,) fp32: a score that every row has besides, whose value is zero (Xiao 2023, arXiv:2309.17453); None
+               without
+
 BOUNDS, (2, B, S) int32, has for each position the first one of its document, and the one after its last. It is None,
 and nothing of it is compiled, if there are no documents (`kernels/documents.py`).
 
@@ -16,6 +23,8 @@ ptxas lets matrix products overlap only if no path around a loop puts constants 
 
 import triton
 import triton.language as tl
+
+from stepscope.kernels.launching import LOG2E
 
 FIRST_COLUMN = tl.constexpr(0)
 
@@ -110,6 +119,38 @@ def visible(query, key, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr
         if not CAUSAL:
             mask = mask & (key - query < window)
     return mask
+
+
+@triton.jit
+def capped(scores, cap, ACCURATE: tl.constexpr):
+    """tanh(scores * cap); cap None: the scores themselves.
+
+    tanh(x) is (1 - e) / (1 + e) of e = exp(-2 |x|), which is off by 2^-25 near zero. ACCURATE takes the series of x up
+    to x^9 below 1/4, where what it leaves out is less than fp32's rounding.
+    """
+    if cap is None:
+        return scores
+    else:
+        x = scores * cap
+        e = tl.math.exp2(tl.abs(x) * (-2 * LOG2E))
+        large = (1 - e) / (1 + e)
+        large = tl.where(x < 0, -large, large)
+        if ACCURATE:
+            square = x * x
+            series = 62.0 / 2835 * square - 17.0 / 315
+            series = ((series * square + 2.0 / 15) * square - 1.0 / 3) * square * x + x
+            return tl.where(tl.abs(x) < 0.25, series, large)
+        else:
+            return large
+
+
+@triton.jit
+def with_bias(scores, query, key, slope):
+    """Scores less the slope for each position between a query and a key (ALiBi); slope None: the scores themselves."""
+    if slope is None:
+        return scores
+    else:
+        return scores - slope * tl.abs(query - key).to(tl.float32)
 
 
 @triton.jit

@@ -367,7 +367,9 @@ class OnDevice:
         return Trial(ms=median_call_s(run, self.q.device, _TIMED) * 1e3, of_allowed=worst)
 
     def _forward(self, configuration: ForwardConfiguration) -> Callable[[], object]:
-        if configuration.hopper is not None and not launch.hopper_takes(self.q, self.k, self.v, self.out, window=None):
+        if configuration.hopper is not None and not launch.hopper_takes(
+            self.q, self.k, self.v, self.out, limited=False
+        ):
             raise _not_taken(configuration)
         return lambda: launch.launch_forward(
             self.q, self.k, self.v, self.results["out"], self.logsumexp, causal=self.causal, scale=self.scale,
@@ -378,7 +380,7 @@ class OnDevice:
         statistics, sums = launch.statistics_for(self.q), None
         if isinstance(candidate, BackwardConfiguration) and candidate.hopper is not None:
             sums = launch.sums_for(
-                candidate, statistics, self.q, self.k, self.v, self.gradient, causal=self.causal, window=None
+                candidate, statistics, self.q, self.k, self.v, self.gradient, causal=self.causal, limited=False
             )
             if sums is None:
                 raise _not_taken(candidate)
@@ -430,7 +432,7 @@ def tune(
         measure = measure or OnDevice(q, k, v, causal=causal, problem=problem)
         choice = search(
             problem, measure, batch_heads=q.shape[0] * q.shape[1], seconds=seconds, tell=tell,
-            hopper=launch.hopper_takes(q, k, v, window=None),
+            hopper=launch.hopper_takes(q, k, v, limited=False),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
     if choice.forward_ms is not None or choice.backward_ms is not None:

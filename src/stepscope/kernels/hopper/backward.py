@@ -17,6 +17,9 @@ S^T and dP^T of its keys. Then, while products run, it does
 If AHEAD, the consumer begins S^T of the next tile before dQ, so the next exponentials do not wait for it. The sums of
 dP^T begin at -delta then, and nothing is subtracted from them. This takes registers, which head_dim 64 has.
 
+With a window or documents (LIMITED) a key is seen by the queries from `lowest` to before `behind`. A program visits the
+tiles of queries that any of its keys needs, and compares in all of them.
+
 Barriers are explained in `forward.py`. Tile i of queries, with its dO, logsumexp, delta and dS^T, uses buffer
 s = i % STAGES, as its use u = i // STAGES:
 
@@ -53,7 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from stepscope.kernels.hopper.forward import turn_of
+from stepscope.kernels.hopper.forward import capped, document_of, turn_of
 
 STAGES = 2
 
@@ -63,6 +66,33 @@ def _async_add(descriptor, coordinates, tile, _semantic: Any = None):
     """Add a tile in shared memory to global memory. Gluon's compiler has an instruction for this, but no function."""
     where = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, where, tile.handle)
+
+
+@gluon.jit
+def _limits(
+    key,
+    BOUNDS,
+    batch,
+    batches,
+    queries,
+    keys,
+    window,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+    DOCUMENTS: gl.constexpr,
+):
+    """The first query that sees each key, and the one after the last, which is 0 for keys beyond the sequence."""
+    lowest = key if CAUSAL else key * 0
+    behind = gl.where(key < keys, queries, 0)
+    if WINDOW:
+        behind = gl.minimum(behind, key + window)
+        if not CAUSAL:
+            lowest = gl.maximum(lowest, key + (1 - window))
+    if DOCUMENTS:
+        first, after = document_of(BOUNDS, batch, batches, key, keys)
+        lowest = gl.maximum(lowest, first)
+        behind = gl.minimum(behind, after)
+    return lowest, behind
 
 
 @gluon.jit
@@ -118,11 +148,37 @@ def _begin_scores(k, q_tiles, full, turn, STAGES: gl.constexpr, SCORES: gl.const
 
 
 @gluon.jit
+def _hide(
+    weights,
+    key,
+    first_query,
+    keys,
+    lowest,
+    behind,
+    MASKED: gl.constexpr,
+    LIMITED: gl.constexpr,
+    EVEN_KEYS: gl.constexpr,
+):
+    """The weights (keys, queries), with 0 for every query that does not see the key."""
+    query = gl.arange(0, weights.shape[1], gl.SliceLayout(0, weights.type.layout))[None, :]
+    if LIMITED:
+        seen = (query >= (lowest - first_query)[:, None]) & (query < (behind - first_query)[:, None])
+        return gl.where(seen, weights, 0.0)
+    if MASKED:
+        # In this form the difference between a thread's scores is a constant and takes no register.
+        weights = gl.where((key - first_query)[:, None] <= query, weights, 0.0)
+    if not EVEN_KEYS:
+        # Keys beyond the sequence are zeros, but their weights may overflow, and would make dQ NaN.
+        weights = gl.where((key < keys)[:, None], weights, 0.0)
+    return weights
+
+
+@gluon.jit
 def _visit_queries(
-    scores, dk, dv, first, last, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded, scale_log2,
-    INDEX: gl.constexpr, GROUP: gl.constexpr, MASKED: gl.constexpr, EVEN_KEYS: gl.constexpr,
+    scores, dk, dv, first, last, k, v, k_columns, SUMS, buffers, barriers, place, keys, lowest, behind, first_row,
+    padded, scale_log2, cap, INDEX: gl.constexpr, GROUP: gl.constexpr, MASKED: gl.constexpr, EVEN_KEYS: gl.constexpr,
     STAGES: gl.constexpr, SPREAD: gl.constexpr, SCORES: gl.constexpr, SUM: gl.constexpr, DQ: gl.constexpr,
-    AHEAD: gl.constexpr,
+    AHEAD: gl.constexpr, LIMITED: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     _k_tile, _v_tile, q_tiles, g_tiles, logsumexps, deltas, ds_tiles, dq_tiles = buffers
     _kv_full, full, ready, empty = barriers
@@ -153,17 +209,14 @@ def _visit_queries(
         logsumexp = logsumexps.index(slot).load(SCORES)
         if not AHEAD:
             scores = warpgroup_mma_wait(1, deps=[scores])
+        if CAPPED:
+            scores = capped(scores, cap)
         weights = gl.exp2(scores * scale_log2 - logsumexp)
         key = first_key + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-        if MASKED:
-            # In this form the difference between a thread's scores is a constant and takes no register.
-            after_first_query = (key - tile * BLOCK_M)[:, None]
-            query = gl.arange(0, BLOCK_M, gl.SliceLayout(0, SCORES))[None, :]
-            weights = gl.where(after_first_query <= query, weights, 0.0)
-        if not EVEN_KEYS:
-            # Keys beyond the sequence are zeros, but their weights may overflow, and would make dQ NaN.
-            weights = gl.where((key < keys)[:, None], weights, 0.0)
+        weights = _hide(weights, key, tile * BLOCK_M, keys, lowest, behind, MASKED, LIMITED, EVEN_KEYS)
         weights_operand = gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
+        if CAPPED:
+            weights = weights * (1 - scores * scores)
         dp = warpgroup_mma_wait(0, deps=[dp])
         dv = warpgroup_mma(weights_operand, gradient, dv, is_async=True)
         if not AHEAD:
@@ -196,14 +249,16 @@ def _visit_queries(
 
 @gluon.jit
 def _consume(
-    SUMS, DK, DV, PARTS, dk_strides, dv_strides, buffers, barriers, place, part, keys, heads, padded, scale, scale_log2,
-    INDEX: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr,
+    SUMS, DK, DV, PARTS, BOUNDS, dk_strides, dv_strides, buffers, barriers, place, part, sizes, heads, padded, scale,
+    scale_log2, cap, INDEX: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr,
     V_IN_REGISTERS: gl.constexpr, STAGES: gl.constexpr, REAL_COLUMNS: gl.constexpr, SPREAD: gl.constexpr,
-    SHARED: gl.constexpr, AHEAD: gl.constexpr,
+    SHARED: gl.constexpr, AHEAD: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     k_tile, v_tile, q_tiles, _g_tiles, _logsumexps, _deltas, ds_tiles, _dq_tiles = buffers
     kv_full, full, _ready, _empty = barriers
     batch, kv_head, first_key, _begin, _tiles, _first_visit, visits = place
+    batches, queries, keys, window = sizes
+    LIMITED: gl.constexpr = WINDOW or DOCUMENTS
     dtype: gl.constexpr = q_tiles.dtype
     BLOCK_N: gl.constexpr = ds_tiles.shape[1]
     BLOCK_M: gl.constexpr = ds_tiles.shape[2]
@@ -226,16 +281,20 @@ def _consume(
     scores = gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES)
     if AHEAD:
         scores = warpgroup_mma_wait(0, deps=[_begin_scores(k, q_tiles, full, 0, STAGES, SCORES)])
+    own_key = first_key + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    lowest, behind = _limits(own_key, BOUNDS, batch, batches, queries, keys, window, CAUSAL, WINDOW, DOCUMENTS)
     # With grouped heads every tile is compared, since each head has its own masked tiles.
-    MASKED_TILES: gl.constexpr = BLOCK_N // BLOCK_M if CAUSAL and GROUP == 1 else 0
+    MASKED_TILES: gl.constexpr = BLOCK_N // BLOCK_M if CAUSAL and GROUP == 1 and not LIMITED else 0
     if MASKED_TILES > 0:
         scores, dk, dv = _visit_queries(
-            scores, dk, dv, 0, MASKED_TILES, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded,
-            scale_log2, INDEX, GROUP, True, EVEN_KEYS, STAGES, SPREAD, SCORES, SUM, DQ, AHEAD,
+            scores, dk, dv, 0, MASKED_TILES, k, v, k_columns, SUMS, buffers, barriers, place, keys, lowest, behind,
+            first_row, padded, scale_log2, cap, INDEX, GROUP, True, EVEN_KEYS, STAGES, SPREAD, SCORES, SUM, DQ, AHEAD,
+            False, CAPPED,
         )  # fmt: skip
     scores, dk, dv = _visit_queries(
-        scores, dk, dv, MASKED_TILES, visits, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded,
-        scale_log2, INDEX, GROUP, CAUSAL and GROUP > 1, EVEN_KEYS, STAGES, SPREAD, SCORES, SUM, DQ, AHEAD,
+        scores, dk, dv, MASKED_TILES, visits, k, v, k_columns, SUMS, buffers, barriers, place, keys, lowest, behind,
+        first_row, padded, scale_log2, cap, INDEX, GROUP, CAUSAL and GROUP > 1 and not LIMITED, EVEN_KEYS, STAGES,
+        SPREAD, SCORES, SUM, DQ, AHEAD, LIMITED, CAPPED,
     )  # fmt: skip
     tma.store_wait(0)
     row = INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUM))
@@ -255,14 +314,27 @@ def _consume(
         gl.store(PARTS + places + BLOCK_N * REAL_COLUMNS, dv, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["batches", "kv_heads", "queries", "keys", "rows", "padded", "together", "whole", "parts"])
+@gluon.jit(
+    do_not_specialize=[
+        "batches",
+        "kv_heads",
+        "queries",
+        "keys",
+        "window",
+        "rows",
+        "padded",
+        "together",
+        "whole",
+        "parts",
+    ]
+)
 def hopper_gradients(
-    Q, K, V, GRADIENT, STATISTICS, SUMS, DK, DV, PARTS,
+    Q, K, V, GRADIENT, STATISTICS, SUMS, DK, DV, PARTS, BOUNDS,
     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-    batches, kv_heads, queries, keys, rows, padded, together, whole, parts, scale, scale_log2,
+    batches, kv_heads, queries, keys, window, rows, padded, together, whole, parts, scale, scale_log2, cap,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, V_IN_REGISTERS: gl.constexpr,
     STAGES: gl.constexpr, REAL_COLUMNS: gl.constexpr, SPREAD: gl.constexpr, SHARED: gl.constexpr,
-    AHEAD: gl.constexpr,
+    AHEAD: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, CAPPED: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV, and add dQ / scale to SUMS: one program per tile of keys.
 
@@ -273,7 +345,8 @@ def hopper_gradients(
     nothing there.
 
     If SHARED, the tiles of keys after the first `whole` ones have `parts` programs each, with a part of the queries.
-    They leave dK / scale and dV, (2, BLOCK_N, D) fp32 a program, in PARTS, behind the sums.
+    They leave dK / scale and dV, (2, BLOCK_N, D) fp32 a program, in PARTS, behind the sums. `hopper_forward` says what
+    BOUNDS and cap are. With a window or documents there is neither SPREAD nor SHARED.
     """
     BLOCK_M: gl.constexpr = Q.block_shape[2]
     BLOCK_N: gl.constexpr = K.block_shape[2]
@@ -291,7 +364,13 @@ def hopper_gradients(
     kv_head = batch_head % kv_heads
     begin = 0
     tiles = gl.cdiv(queries, BLOCK_M)
-    if CAUSAL:
+    if WINDOW or DOCUMENTS:
+        last_key = gl.minimum(first_key + BLOCK_N, keys) - 1
+        lowest, _behind = _limits(first_key, BOUNDS, batch, batches, queries, keys, window, CAUSAL, WINDOW, DOCUMENTS)
+        _lowest, behind = _limits(last_key, BOUNDS, batch, batches, queries, keys, window, CAUSAL, WINDOW, DOCUMENTS)
+        begin = lowest // BLOCK_M
+        tiles = gl.cdiv(behind, BLOCK_M) - begin
+    elif CAUSAL:
         # The first BLOCK_N / BLOCK_M tiles are masked and always visited. Beyond the sequence they are zeros without
         # weight. Statistics and sums are padded, so these tiles have their own rows there.
         begin = first_key // BLOCK_M
@@ -332,14 +411,15 @@ def hopper_gradients(
     heads = kv_heads * GROUP
     dk_strides = (dk_batch, dk_head, dk_row)
     dv_strides = (dv_batch, dv_head, dv_row)
+    sizes = (batches, queries, keys, window)
     gl.warp_specialize(
         [
-            (_consume, (SUMS, DK, DV, PARTS, dk_strides, dv_strides, buffers, barriers, place, part, keys, heads,
-                        padded, scale, scale_log2, 0, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS,
-                        SPREAD, SHARED, AHEAD)),
-            (_consume, (SUMS, DK, DV, PARTS, dk_strides, dv_strides, buffers, barriers, place, part, keys, heads,
-                        padded, scale, scale_log2, 1, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS,
-                        SPREAD, SHARED, AHEAD)),
+            (_consume, (SUMS, DK, DV, PARTS, BOUNDS, dk_strides, dv_strides, buffers, barriers, place, part, sizes,
+                        heads, padded, scale, scale_log2, cap, 0, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES,
+                        REAL_COLUMNS, SPREAD, SHARED, AHEAD, WINDOW, DOCUMENTS, CAPPED)),
+            (_consume, (SUMS, DK, DV, PARTS, BOUNDS, dk_strides, dv_strides, buffers, barriers, place, part, sizes,
+                        heads, padded, scale, scale_log2, cap, 1, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES,
+                        REAL_COLUMNS, SPREAD, SHARED, AHEAD, WINDOW, DOCUMENTS, CAPPED)),
             (_produce, (Q, K, V, GRADIENT, STATISTICS, buffers, barriers, place, rows, heads,
                         GROUP, STAGES, SPREAD, AHEAD)),
         ],

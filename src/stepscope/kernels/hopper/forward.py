@@ -31,7 +31,12 @@ a buffer only after all have released it. Only the consumer that has had a turn 
 tile of keys that any row of the program sees, so all counts are equal.
 
 The first tile of keys is always visited separately, with the comparisons that its mask needs, to fill the pipeline. It
-is the tile on the diagonal nearest the first row. All rows see a key of it, so no maximum is -inf afterwards.
+is the tile on the diagonal nearest the first row. Without a window and documents all rows see a key of it, so no
+maximum is -inf afterwards.
+
+With a window or documents (LIMITED) each row sees the keys from `lowest` to before `behind`, and neither ever falls
+from one row to the next. A program visits the tiles from the first row's lowest on: first those on its right end, then
+those on its left end, which need comparisons, too, then those between, which every row sees whole.
 """
 
 # Gluon's functions look like Python's, but are not.
@@ -49,6 +54,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 LN2 = gl.constexpr(0.6931471805599453)
+LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
@@ -65,10 +71,45 @@ def turn_of(program, tiles, batch_heads, together):
 
 
 @gluon.jit
-def _visit(place, masked_begin, tiles):
-    """The index of the tile of keys to visit at this place: masked tiles first, then the others from the beginning."""
-    tile = place + masked_begin
-    return gl.where(tile >= tiles, tile - tiles, tile)
+def document_of(BOUNDS, batch, batches, position, length):
+    """The first position of the document of each position, and the one after its last; both 0 beyond the sequence."""
+    first = BOUNDS + (batch.to(gl.int64) * length + position)
+    inside = position < length
+    after = first + batches.to(gl.int64) * length
+    return gl.load(first, mask=inside, other=0), gl.load(after, mask=inside, other=0)
+
+
+@gluon.jit
+def _limits(row, BOUNDS, sizes, batch, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr):
+    """The first key that each row sees, and the one after the last."""
+    batches, _heads, queries, keys, window = sizes
+    lowest = row * 0
+    behind = lowest + keys
+    if CAUSAL:
+        behind = gl.minimum(behind, row + 1)
+    if WINDOW:
+        lowest = gl.maximum(lowest, row + (1 - window))
+        if not CAUSAL:
+            behind = gl.minimum(behind, row + window)
+    if DOCUMENTS:
+        first, after = document_of(BOUNDS, batch, batches, row, queries)
+        lowest = gl.maximum(lowest, first)
+        behind = gl.minimum(behind, after)
+    return lowest, behind
+
+
+@gluon.jit
+def capped(scores, cap):
+    """tanh(scores * cap / (2 log2(e)))."""
+    return 1 - 2 / (1 + gl.exp2(scores * cap))
+
+
+@gluon.jit
+def _visit(turn, place):
+    """The index of the tile of keys to visit in this turn: from the masked tiles on the right around to those left."""
+    _batch, _head, _first_query, first_tile, masked_begin, tiles, _masked_end = place
+    tile = turn + masked_begin
+    return gl.where(tile >= tiles, tile - tiles + first_tile, tile)
 
 
 @gluon.jit
@@ -78,16 +119,16 @@ def _produce(
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles = buffers
     q_full, k_full, k_empty, v_full, v_empty, _turns = barriers
-    batch, head, first_query, masked_begin, tiles = place
+    batch, head, first_query, first_tile, _masked_begin, tiles, _masked_end = place
     HEAD_DIM: gl.constexpr = k_tiles.shape[4]
     TILE_BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * 2
     mbarrier.expect(q_full, CONSUMERS * ROWS * HEAD_DIM * 2)
     for c in gl.static_range(CONSUMERS):
         tma.async_copy_global_to_shared(Q, [batch, head, first_query + c * ROWS, 0], q_full, q_tiles.index(c))
-    for i in range(tiles):
+    for i in range(tiles - first_tile):
         buffer = i % STAGES
         parity = (i // STAGES) & 1
-        first_key = _visit(i, masked_begin, tiles) * BLOCK_N
+        first_key = _visit(i, place) * BLOCK_N
         mbarrier.wait(k_empty.index(buffer), parity ^ 1)
         mbarrier.expect(k_full.index(buffer), TILE_BYTES)
         tma.async_copy_global_to_shared(K, [batch, kv_head, first_key, 0], k_full.index(buffer), k_tiles.index(buffer))
@@ -97,12 +138,15 @@ def _produce(
 
 
 @gluon.jit
-def _hide(scores, first_row, first_key, keys, CAUSAL: gl.constexpr):
+def _hide(scores, first_row, first_key, keys, lowest, behind, CAUSAL: gl.constexpr, LIMITED: gl.constexpr):
     """The scores, with -inf for every key that a row does not see."""
     ROWS: gl.constexpr = scores.shape[0]
     BLOCK_N: gl.constexpr = scores.shape[1]
     LAYOUT: gl.constexpr = scores.type.layout
     column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, LAYOUT))
+    if LIMITED:
+        seen = (column[None, :] >= (lowest - first_key)[:, None]) & (column[None, :] < (behind - first_key)[:, None])
+        return gl.where(seen, scores, float("-inf"))
     # One comparison per element is enough: a row sees the columns before some column.
     behind = gl.zeros([ROWS], gl.int32, gl.SliceLayout(1, LAYOUT)) + (keys - first_key)
     if CAUSAL:
@@ -120,11 +164,15 @@ def _share(weights):
 
 
 @gluon.jit
-def _soften(scores, maximum, total, scale_log2):
+def _soften(scores, maximum, total, scale_log2, LIMITED: gl.constexpr):
     """The weights of a tile of scores: (weights, decay of the earlier sums, maximum, total)."""
     new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale_log2)
-    weights = gl.exp2(scores * scale_log2 - new_maximum[:, None])
-    decay = gl.exp2(maximum - new_maximum)
+    shift = new_maximum
+    if LIMITED:
+        # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
+        shift = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = gl.exp2(scores * scale_log2 - shift[:, None])
+    decay = gl.exp2(maximum - shift)
     share = _share(weights)
     total = total * gl.convert_layout(decay, gl.SliceLayout(1, share.type.layout), assert_trivial=True)[:, None] + share
     return weights, decay, new_maximum, total
@@ -140,10 +188,10 @@ def _as_operand(weights, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _step(
     i, output, weights, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-    first_row, masked_begin, tiles, keys, scale_log2,
+    first_row, place, keys, lowest, behind, scale_log2, cap,
     INDEX: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
-    SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr, LIMITED: gl.constexpr, CAPPED: gl.constexpr, TURNS: gl.constexpr,
+    LATE: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):  # fmt: skip
     """The scores and weights of place i, and the output of place i - 1 from the given weights.
 
@@ -169,9 +217,11 @@ def _step(
         mbarrier.arrive(turns.index((INDEX + 1) % CONSUMERS))
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(buffer))
+    if CAPPED:
+        scores = capped(scores, cap)
     if MASKED:
-        scores = _hide(scores, first_row, _visit(i, masked_begin, tiles) * BLOCK_N, keys, CAUSAL)
-    next_weights, decay, maximum, total = _soften(scores, maximum, total, scale_log2)
+        scores = _hide(scores, first_row, _visit(i, place) * BLOCK_N, keys, lowest, behind, CAUSAL, LIMITED)
+    next_weights, decay, maximum, total = _soften(scores, maximum, total, scale_log2, LIMITED)
     # Wait here for tile i of V, which the next step needs. ptxas moves the wait for the product ahead of everything
     # that does not need it, exponentials too, unless a loop is between them, as in a barrier. This needs a second
     # buffer, since the buffer that the product still reads is released below.
@@ -187,14 +237,16 @@ def _step(
 
 @gluon.jit
 def _consume(
-    OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2,
+    OUT, LOGSUMEXP, BOUNDS, SINKS, buffers, barriers, place, sizes, scale_log2, cap,
     INDEX: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    FIRST_MASKED: gl.constexpr, MORE_MASKED: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
+    FIRST_MASKED: gl.constexpr, MORE_MASKED: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr,
+    CAPPED: gl.constexpr, HAS_SINKS: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     q_tiles, k_tiles, v_tiles = buffers
     q_full, k_full, k_empty, v_full, v_empty, turns = barriers
-    batch, head, first_query, masked_begin, tiles = place
-    heads, queries, keys = sizes
+    batch, head, first_query, first_tile, _masked_begin, tiles, masked_end = place
+    _batches, heads, queries, keys, _window = sizes
+    LIMITED: gl.constexpr = WINDOW or DOCUMENTS
     ROWS: gl.constexpr = q_tiles.shape[3]
     HEAD_DIM: gl.constexpr = q_tiles.shape[4]
     WARPS: gl.constexpr = ROWS // 16
@@ -207,7 +259,9 @@ def _consume(
     maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = _share(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES))
     output = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUTPUT)
-    more_masked_end = gl.maximum(1, tiles - masked_begin)
+    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    lowest, behind = _limits(row, BOUNDS, sizes, batch, CAUSAL, WINDOW, DOCUMENTS)
+    visits = tiles - first_tile
 
     mbarrier.wait(q_full, 0)
     mbarrier.wait(k_full.index(0), 0)
@@ -216,28 +270,30 @@ def _consume(
     scores = warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0))
+    if CAPPED:
+        scores = capped(scores, cap)
     if FIRST_MASKED:
-        scores = _hide(scores, first_row, _visit(0, masked_begin, tiles) * BLOCK_N, keys, CAUSAL)
-    weights, _decay, maximum, total = _soften(scores, maximum, total, scale_log2)
+        scores = _hide(scores, first_row, _visit(0, place) * BLOCK_N, keys, lowest, behind, CAUSAL, LIMITED)
+    weights, _decay, maximum, total = _soften(scores, maximum, total, scale_log2, LIMITED)
     if not LATE:
         weights = _as_operand(weights, v_tiles.dtype, OUTPUT)
     mbarrier.wait(v_full.index(0), 0)
     begin = 1
     if MORE_MASKED:
-        for i in range(1, more_masked_end):
+        for i in range(1, masked_end):
             output, weights, maximum, total = _step(
                 i, output, weights, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-                first_row, masked_begin, tiles, keys, scale_log2,
-                INDEX, CONSUMERS, BLOCK_N, STAGES, CAUSAL, True, TURNS, LATE, SCORES, OUTPUT,
+                first_row, place, keys, lowest, behind, scale_log2, cap,
+                INDEX, CONSUMERS, BLOCK_N, STAGES, CAUSAL, True, LIMITED, CAPPED, TURNS, LATE, SCORES, OUTPUT,
             )  # fmt: skip
-        begin = more_masked_end
-    for i in range(begin, tiles):
+        begin = masked_end
+    for i in range(begin, visits):
         output, weights, maximum, total = _step(
             i, output, weights, maximum, total, q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, turns,
-            first_row, masked_begin, tiles, keys, scale_log2,
-            INDEX, CONSUMERS, BLOCK_N, STAGES, CAUSAL, False, TURNS, LATE, SCORES, OUTPUT,
+            first_row, place, keys, lowest, behind, scale_log2, cap,
+            INDEX, CONSUMERS, BLOCK_N, STAGES, CAUSAL, False, LIMITED, CAPPED, TURNS, LATE, SCORES, OUTPUT,
         )  # fmt: skip
-    last = tiles - 1
+    last = visits - 1
     v = v_tiles.index(last % STAGES).reshape([BLOCK_N, HEAD_DIM])
     if LATE:
         weights = _as_operand(weights, v_tiles.dtype, OUTPUT)
@@ -245,10 +301,16 @@ def _consume(
     output, weights = warpgroup_mma_wait(0, deps=[output, weights])
 
     total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES), assert_trivial=True)
-    row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    decay = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, SCORES))
+    if HAS_SINKS:
+        sink = gl.load(SINKS + head) * LOG2E
+        with_sink = gl.maximum(maximum, sink)
+        decay = gl.exp2(maximum - with_sink)
+        total = total * decay + gl.exp2(sink - with_sink)
+        maximum = with_sink
     logsumexp = (maximum + gl.log2(total)) * LN2
     gl.store(LOGSUMEXP + (batch * heads + head).to(gl.int64) * queries + row, logsumexp, mask=row < queries)
-    divisor = gl.convert_layout(total, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
+    divisor = gl.convert_layout(total / decay if HAS_SINKS else total, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
     # All products with the queries have ended, so the queries' buffer is free.
     q.store((output / divisor[:, None]).to(q_tiles.dtype))
     fence_async_shared()
@@ -256,26 +318,28 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "queries", "keys", "together"])
+@gluon.jit(do_not_specialize=["batches", "heads", "queries", "keys", "window", "together"])
 def hopper_forward(
-    Q, K, V, OUT, LOGSUMEXP, scale_log2, heads, queries, keys, together,
+    Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, scale_log2, cap, batches, heads, queries, keys, window, together,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_KEYS: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
+    EVEN_KEYS: gl.constexpr, WINDOW: gl.constexpr, DOCUMENTS: gl.constexpr, CAPPED: gl.constexpr,
+    HAS_SINKS: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute forward: one program per tile of queries of one head. Its consumers share the rows of the tile.
 
     Q, K, V and OUT are tensor descriptors of (B, H, rows, D) with blocks (1, 1, rows of a consumer or BLOCK_N, C);
     LOGSUMEXP is (B, H, S) fp32, contiguous. C, the columns of a tile, may be more than D: descriptors load zeros beyond
-    it, and store nothing there.
+    it, and store nothing there. `flash/tiles.py` describes BOUNDS, SINKS and the softcap, of which `cap` is
+    2 log2(e) scale / softcap here. Those that a call does not have are never read. With a window or documents there
+    are as many keys as queries.
     """
     gl.static_assert(CONSUMERS <= 3)
     ROWS: gl.constexpr = Q.block_shape[2]
     HEAD_DIM: gl.constexpr = Q.block_shape[3]
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     row_tiles = gl.cdiv(queries, BLOCK_M)
-    batch_heads = gl.num_programs(0) // row_tiles
-    batch_head, row_tile = turn_of(gl.program_id(0), row_tiles, batch_heads, together)
+    batch_head, row_tile = turn_of(gl.program_id(0), row_tiles, batches * heads, together)
     if CAUSAL:
         # The last tile of queries visits the most keys. Heavy tiles come first; light ones fill the gaps at the end.
         row_tile = row_tiles - 1 - row_tile
@@ -287,8 +351,18 @@ def hopper_forward(
     if CAUSAL:
         end = gl.minimum(keys, gl.minimum(first_query + BLOCK_M, queries))
         full_end = gl.minimum(keys, first_query + 1)
+    first_tile = first_query * 0
+    left_end = first_tile
+    sizes = (batches, heads, queries, keys, window)
+    if WINDOW or DOCUMENTS:
+        last_query = gl.minimum(first_query + BLOCK_M, queries) - 1
+        lowest, full_end = _limits(first_query, BOUNDS, sizes, batch, CAUSAL, WINDOW, DOCUMENTS)
+        last_lowest, end = _limits(last_query, BOUNDS, sizes, batch, CAUSAL, WINDOW, DOCUMENTS)
+        first_tile = lowest // BLOCK_N
+        left_end = gl.cdiv(last_lowest, BLOCK_N)
     tiles = gl.cdiv(end, BLOCK_N)
     masked_begin = full_end // BLOCK_N
+    masked_end = gl.maximum(1, tiles - masked_begin + gl.maximum(0, gl.minimum(left_end, masked_begin) - first_tile))
 
     q_tiles = gl.allocate_shared_memory(Q.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], Q.layout)
     k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], K.layout)
@@ -310,19 +384,19 @@ def hopper_forward(
     fence_async_shared()
 
     # One tile of keys holds the whole diagonal of a tile of queries if tiles of queries may begin where it begins.
-    MORE_MASKED: gl.constexpr = CAUSAL and BLOCK_N % BLOCK_M != 0
-    FIRST_MASKED: gl.constexpr = CAUSAL or not EVEN_KEYS
+    MORE_MASKED: gl.constexpr = WINDOW or DOCUMENTS or (CAUSAL and BLOCK_N % BLOCK_M != 0)
+    FIRST_MASKED: gl.constexpr = WINDOW or DOCUMENTS or CAUSAL or not EVEN_KEYS
     WARPS: gl.constexpr = ROWS // 16
     buffers = (q_tiles, k_tiles, v_tiles)
     barriers = (q_full, k_full, k_empty, v_full, v_empty, turns)
-    place = (batch, head, first_query, masked_begin, tiles)
-    sizes = (heads, queries, keys)
+    place = (batch, head, first_query, first_tile, masked_begin, tiles, masked_end)
     kv_head = head // GROUP
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 0, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
+                (_consume, (OUT, LOGSUMEXP, BOUNDS, SINKS, buffers, barriers, place, sizes, scale_log2, cap, 0,
+                            CONSUMERS, BLOCK_N, STAGES, CAUSAL, FIRST_MASKED, MORE_MASKED, WINDOW, DOCUMENTS, CAPPED,
+                            HAS_SINKS, TURNS, LATE)),
                 (_produce, (Q, K, V, buffers, barriers, place, kv_head, CONSUMERS, ROWS, BLOCK_N, STAGES)),
             ],
             [1],
@@ -331,10 +405,12 @@ def hopper_forward(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 0, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
-                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 1, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
+                (_consume, (OUT, LOGSUMEXP, BOUNDS, SINKS, buffers, barriers, place, sizes, scale_log2, cap, 0,
+                            CONSUMERS, BLOCK_N, STAGES, CAUSAL, FIRST_MASKED, MORE_MASKED, WINDOW, DOCUMENTS, CAPPED,
+                            HAS_SINKS, TURNS, LATE)),
+                (_consume, (OUT, LOGSUMEXP, BOUNDS, SINKS, buffers, barriers, place, sizes, scale_log2, cap, 1,
+                            CONSUMERS, BLOCK_N, STAGES, CAUSAL, FIRST_MASKED, MORE_MASKED, WINDOW, DOCUMENTS, CAPPED,
+                            HAS_SINKS, TURNS, LATE)),
                 (_produce, (Q, K, V, buffers, barriers, place, kv_head, CONSUMERS, ROWS, BLOCK_N, STAGES)),
             ],
             [WARPS, 1],
@@ -343,12 +419,15 @@ def hopper_forward(
     else:
         gl.warp_specialize(
             [
-                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 0, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
-                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 1, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
-                (_consume, (OUT, LOGSUMEXP, buffers, barriers, place, sizes, scale_log2, 2, CONSUMERS, BLOCK_N, STAGES,
-                            CAUSAL, FIRST_MASKED, MORE_MASKED, TURNS, LATE)),
+                (_consume, (OUT, LOGSUMEXP, BOUNDS, SINKS, buffers, barriers, place, sizes, scale_log2, cap, 0,
+                            CONSUMERS, BLOCK_N, STAGES, CAUSAL, FIRST_MASKED, MORE_MASKED, WINDOW, DOCUMENTS, CAPPED,
+                            HAS_SINKS, TURNS, LATE)),
+                (_consume, (OUT, LOGSUMEXP, BOUNDS, SINKS, buffers, barriers, place, sizes, scale_log2, cap, 1,
+                            CONSUMERS, BLOCK_N, STAGES, CAUSAL, FIRST_MASKED, MORE_MASKED, WINDOW, DOCUMENTS, CAPPED,
+                            HAS_SINKS, TURNS, LATE)),
+                (_consume, (OUT, LOGSUMEXP, BOUNDS, SINKS, buffers, barriers, place, sizes, scale_log2, cap, 2,
+                            CONSUMERS, BLOCK_N, STAGES, CAUSAL, FIRST_MASKED, MORE_MASKED, WINDOW, DOCUMENTS, CAPPED,
+                            HAS_SINKS, TURNS, LATE)),
                 (_produce, (Q, K, V, buffers, barriers, place, kv_head, CONSUMERS, ROWS, BLOCK_N, STAGES)),
             ],
             [WARPS, WARPS, 1],

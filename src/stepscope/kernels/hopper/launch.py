@@ -60,6 +60,10 @@ def _swizzled(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
     return layout
 
 
+def _cap(scale: float, softcap: float | None) -> float:
+    return 0.0 if softcap is None else 2 * launching.LOG2E.value * scale / softcap
+
+
 def _together(rows: int, tensor: Tensor, batch_heads: int, causal: bool) -> int:
     """How many heads take turns with their tiles.
 
@@ -72,18 +76,22 @@ def _together(rows: int, tensor: Tensor, batch_heads: int, causal: bool) -> int:
 def launch_hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
     *, causal: bool, scale: float, configuration: HopperForward, launcher: launching.Launcher,
+    window: int | None = None, bounds: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> object:  # fmt: skip
-    """Fill `out` (B, H, S, D) and `logsumexp` ((B, H, S) fp32, contiguous). No window, no negative scale."""
+    """Fill `out` (B, H, S, D) and `logsumexp` ((B, H, S) fp32, contiguous). No negative scale."""
     batches, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     chosen = configuration
     return launcher(
         hopper_forward, (launching.tiles_of(queries, 64 * chosen.consumers) * batches * heads,),
         _described(q, 64), _described(k, chosen.block_n), _described(v, chosen.block_n), _described(out, 64),
-        logsumexp, max(scale * launching.LOG2E.value, launching.SMALLEST_SCALE),
-        heads, queries, keys, _together(keys, k, batches * heads, causal),
+        logsumexp, logsumexp if bounds is None else bounds, logsumexp if sinks is None else sinks,
+        max((softcap or scale) * launching.LOG2E.value, launching.SMALLEST_SCALE), _cap(scale, softcap),
+        batches, heads, queries, keys, window or 0, _together(keys, k, batches * heads, causal),
         heads // kv_heads, chosen.block_n, chosen.stages, chosen.consumers,
         causal, causal or keys % chosen.block_n == 0,
+        window is not None, bounds is not None, softcap is not None, sinks is not None,
         chosen.turns and chosen.consumers > 1, chosen.late,
         _WORKER_REGISTERS[chosen.consumers], _PRODUCER_REGISTERS,
         num_warps=4, **({} if chosen.max_registers is None else {"maxnreg": chosen.max_registers}),
@@ -95,23 +103,23 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def sharing_of(q: Tensor, k: Tensor, *, causal: bool, configuration: HopperBackward) -> launching.Sharing:
+def sharing_of(q: Tensor, k: Tensor, *, masked: bool, configuration: HopperBackward) -> launching.Sharing:
     """How the programs of a backward pass share tiles of keys: only without a mask, with which tiles differ."""
     tiles = launching.tiles_of(k.shape[2], BLOCK_N) * k.shape[0] * k.shape[1]
-    if causal or not configuration.share:
+    if masked or not configuration.share:
         return launching.Sharing(tiles, 0, 1)
     return launching.shared_tiles(
         tiles, launching.tiles_of(q.shape[2], BLOCK_M) * (q.shape[1] // k.shape[1]), _multiprocessors(q.device)
     )
 
 
-def sums_for(q: Tensor, k: Tensor, statistics: Tensor, *, causal: bool, configuration: HopperBackward) -> Tensor:
+def sums_for(q: Tensor, k: Tensor, statistics: Tensor, *, masked: bool, configuration: HopperBackward) -> Tensor:
     """A buffer for the sums of dQ, (B H padded, D) fp32 with as many rows as the statistics have.
 
     After them it has what programs leave of shared tiles of keys: (2, BLOCK_N, D) of each.
     """
     rows, padded = statistics.shape
-    sharing = sharing_of(q, k, causal=causal, configuration=configuration)
+    sharing = sharing_of(q, k, masked=masked, configuration=configuration)
     more = sharing.shared * sharing.parts * 2 * BLOCK_N
     return torch.empty((rows // 2 * padded + more, q.shape[3]), dtype=torch.float32, device=q.device)
 
@@ -119,9 +127,11 @@ def sums_for(q: Tensor, k: Tensor, statistics: Tensor, *, causal: bool, configur
 def launch_hopper_gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor, sums: Tensor,
     *, causal: bool, scale: float, configuration: HopperBackward, launcher: launching.Launcher,
+    window: int | None = None, bounds: Tensor | None = None, softcap: float | None = None,
 ) -> object:  # fmt: skip
     """Fill dk and dv, and add dQ / scale to the sums. The statistics are padded to a multiple of BLOCK_N."""
-    sharing = sharing_of(q, k, causal=causal, configuration=configuration)
+    masked = causal or window is not None or bounds is not None
+    sharing = sharing_of(q, k, masked=masked, configuration=configuration)
     batches, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     rows, padded = batches * heads, statistics.shape[1]
@@ -132,11 +142,12 @@ def launch_hopper_gradients(
         _described(q, BLOCK_M), _described(k, BLOCK_N), _described(v, BLOCK_N), _described(gradient, BLOCK_M),
         TensorDescriptor(statistics, list(statistics.shape), [padded, 1], [1, BLOCK_M], flat),
         TensorDescriptor(sums, list(sums.shape), [head_dim, 1], half, _swizzled(half, gl.float32)),
-        dk, dv, sums, *dk.stride()[:3], *dv.stride()[:3],
-        batches, kv_heads, queries, keys, rows, padded, _together(queries, q, batches * kv_heads, causal),
+        dk, dv, sums, sums if bounds is None else bounds, *dk.stride()[:3], *dv.stride()[:3],
+        batches, kv_heads, queries, keys, window or 0, rows, padded, _together(queries, q, batches * kv_heads, causal),
         sharing.whole, sharing.parts,
-        scale, scale * launching.LOG2E.value, heads // kv_heads,
+        scale, (softcap or scale) * launching.LOG2E.value, _cap(scale, softcap), heads // kv_heads,
         causal, keys % BLOCK_N == 0, configuration.v_in_registers, STAGES, head_dim,
-        configuration.spread and not causal, sharing.shared > 0, configuration.ahead,
+        configuration.spread and not masked, sharing.shared > 0, configuration.ahead,
+        window is not None, bounds is not None, softcap is not None,
         num_warps=4, maxnreg=_BACKWARD_REGISTERS,
     )  # fmt: skip

@@ -199,12 +199,74 @@ def packed_shapes() -> tuple[AttentionShape, ...]:
     )  # fmt: skip
 
 
+def scored_shapes() -> tuple[AttentionShape, ...]:
+    """Calls with a softcap, sinks or slopes, for the attentions that take them, alone, together, and with a window and
+    documents."""
+    kinds: tuple[tuple[int, int, bool, dict[str, Any]], ...] = (
+        (70, 64, True, {"softcap": 2.0}),
+        (130, 16, False, {"softcap": 30.0, "numbers": "rising", "layout": "transposed"}),
+        (70, 64, True, {"sinks": True}),
+        (65, 16, False, {"sinks": True, "numbers": "offset"}),
+        (97, 64, True, {"slopes": True}),
+        (97, 16, False, {"slopes": True, "scale": -0.2}),
+        (70, 64, True, {"sinks": True, "window": 20, "softcap": 5.0}),
+        (50, 16, False, {"sinks": True, "slopes": True, "window": 20}),
+        (50, 16, True, {"sinks": True, "softcap": 5.0, "documents": (1, 30, 19, 32, 12, 6)}),
+    )
+    return tuple(
+        AttentionShape(
+            batch=2, heads=4, key_heads=2, queries=length, keys=length, head_dim=head_dim, causal=causal, **of
+        )
+        for length, head_dim, causal, of in kinds
+    )
+
+
+def long_limited_shapes() -> tuple[AttentionShape, ...]:
+    """Calls for GPUs as long as `long_shapes`, with windows, documents, softcap and sinks, in head dimensions that have
+    kernels of their own there."""
+    length = LONG + 85
+    documents = (1, 300, 64, 500, 200, length - 60, 7, length - 1012)
+    kinds: tuple[tuple[bool, int, dict[str, Any]], ...] = (
+        (True, 4, {"window": 300}),
+        (False, 2, {"window": 130, "numbers": "rising"}),
+        (True, 2, {"window": 5}),
+        (True, 2, {"documents": documents, "numbers": "falling"}),
+        (False, 4, {"documents": documents}),
+        (True, 4, {"documents": documents, "window": 200, "sinks": True}),
+        (True, 2, {"softcap": 5.0, "sinks": True}),
+        (False, 4, {"softcap": 50.0, "numbers": "rising"}),
+        (False, 2, {"sinks": True, "numbers": "offset", "slopes": True}),
+    )
+    return tuple(
+        AttentionShape(
+            batch=2,
+            heads=4,
+            key_heads=key_heads,
+            queries=length,
+            keys=length,
+            head_dim=head_dim,
+            causal=causal,
+            layout="transposed" if causal else "contiguous",
+            **of,
+        )
+        for head_dim in (64, 80, 128)
+        for causal, key_heads, of in kinds
+    )
+
+
 def call_options(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
-    """The keyword arguments of the call: its mask, its scale and the bounds of its documents."""
+    """The keyword arguments of the call: its mask, its scale, the bounds of its documents, what is done to scores."""
     options: dict[str, Any] = {"causal": shape.causal, "scale": shape.scale, "window": shape.window}
     if shape.documents:
         borders = torch.tensor((0, *itertools.accumulate(shape.documents)), dtype=torch.int32, device=device)
         options["bounds"] = document_bounds(borders, shape.batch, shape.queries)
+    heads = torch.arange(1, shape.heads + 1, dtype=torch.float32, device=device)
+    if shape.softcap is not None:
+        options["softcap"] = shape.softcap
+    if shape.sinks:
+        options["sinks"] = (heads / 2 - 1).requires_grad_(shape.differentiated == "qkv")
+    if shape.slopes:
+        options["slopes"] = torch.exp2(-8 * heads / shape.heads)  # as ALiBi has them for so many heads
     return options
 
 
@@ -308,16 +370,19 @@ query that sees one key. Its error is measured against the terms, and may be ROW
 _MOST_SCORES = 1 << 26
 """With more scores, float64 attention is made in chunks: each S x T that autograd keeps would take over half a GiB."""
 
-_TENSORS: dict[str, Literal["out", "dq", "dk", "dv"]] = {
+_OF_SINKS = "gradient of sinks"
+_TENSORS: dict[str, Literal["out", "dq", "dk", "dv", "dsinks"]] = {
     "output": "out",
     "gradient of q": "dq",
     "gradient of k": "dk",
     "gradient of v": "dv",
+    "gradient of sinks": "dsinks",
 }
 """Results of a call, and what a verdict calls them."""
 _UNKNOWN = "twice as far as others, for rounding that nobody says of it"
 _ROUNDED = "twice as far as others, four times sdpa's error, for rounding scores and weights to 16 bits"
 _CUT_OFF = "twice as far as on a GPU, where bf16 is rounded: Triton's interpreter cuts numbers off"
+_UNSCORED = "with a softcap, sinks or slopes is by sdpa's errors of the same call without them, since it has none"
 _GROUPED = (
     "in fp32 with grouped heads is twice the larger of two errors of sdpa, of the call and of keys and values repeated "
     "for each head: PyTorch has no fused attention of the first, and what it writes out comes closer"
@@ -405,21 +470,32 @@ class _Case:
         )
         call = Call((q, k, v), call_options(shape, device))
         large = shape.batch * shape.heads * shape.queries * shape.keys > _MOST_SCORES
-        wide = call.widened()
+        wide, plain = call.widened(), call
+        if shape.call(device.type, dtype).scoring:
+            # sdpa does none of it: its errors are of the same call without.
+            alike = msgspec.structs.replace(shape, softcap=None, sinks=False, slopes=False)
+            plain = Call((q, k, v), call_options(alike, device))
         exact = _run(chunked if large and not shape.documents else reference, wide, gradient.double(), backward=True)
+        of_sdpa = exact if plain is call else _run(reference, plain.widened(), gradient.double(), backward=True)
         terms = _terms(q, k, v, gradient)
         yardsticks: list[AttentionFunction] = [sdpa]
         if _is_grouped(shape, dtype):
             yardsticks.append(lambda q, k, v, **how: sdpa(q, *for_all_heads(q, k, v), **how))
         try:
-            outputs = [_run(yardstick, call, gradient, backward=True) for yardstick in yardsticks]
+            outputs = [_run(yardstick, plain, gradient, backward=True) for yardstick in yardsticks]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the mistake is its own
             why = f"sdpa, by whose error the gate judges, raises {named_line(error)}"
             raise RuntimeError(why) from error
-        errors = [{name: _errors(results[name], exact[name], terms[name]) for name in exact} for results in outputs]
-        worst = {name: (max(each[name][0] for each in errors), max(each[name][1] for each in errors)) for name in exact}
+        errors = [{name: _errors(results[name], of_sdpa[name], terms[name]) for name in of_sdpa} for results in outputs]
+        worst = {
+            name: (max(each[name][0] for each in errors), max(each[name][1] for each in errors)) for name in of_sdpa
+        }
+        if _OF_SINKS in exact:
+            # A sum of the same numbers, of which there are too few for their errors to be of an even size.
+            whole, row = worst["gradient of q"]
+            worst[_OF_SINKS] = (2 * whole, row)
         largest_score = None
         if not large:
             of_q, of_k = (each.detach() for each in wide.args[:2])
@@ -438,6 +514,7 @@ class _Case:
         yardsticks = (
             *([_GROUPED] if _is_grouped(self.shape, self.dtype) else []),
             *([_BLURRED] if self._is_blurred else []),
+            *([_UNSCORED] if self.shape.call("cpu", self.dtype).scoring else []),
         )
         verdict = partial(of_call, allowance=self._allowance(name), yardsticks=yardsticks)
         if is_users(name) and self.shape.causal and self.shape.queries != self.shape.keys:
@@ -562,7 +639,7 @@ def _run(
     function: AttentionFunction, call: Call, gradient: Tensor, *, backward: bool, checked: bool = False
 ) -> dict[str, Tensor]:
     """The output, and with `backward` the gradients that the call's tensors ask for."""
-    names = ("q", "k", "v", *["bounds"] * (len(call.tensors) - 3))
+    names = ("q", "k", "v", *(name for name, each in call.kwargs.items() if isinstance(each, Tensor)))
     of_output = {"output": gradient}
     return run_call(
         function, call, names, of_output if backward else None, backward=backward, like=of_output if checked else None
@@ -597,6 +674,7 @@ def _terms(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[str, float
         "gradient of q": for_scores * size_k * math.sqrt(q.numel()),
         "gradient of k": for_scores * size_q * math.sqrt(k.numel()),
         "gradient of v": size_gradient * math.sqrt(k.numel()),
+        _OF_SINKS: for_scores * math.sqrt(q.numel() / q.shape[-1]),
     }
 
 

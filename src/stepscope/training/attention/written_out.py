@@ -81,21 +81,30 @@ CHUNK = 256
 
 def reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
-    bounds: Tensor | None = None, subtract_maximum: bool = True, first_query: int = 0,
+    bounds: Tensor | None = None, subtract_maximum: bool = True, first_query: int = 0, softcap: float | None = None,
+    sinks: Tensor | None = None, slopes: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum.
+    """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum. `flash_attention` says
+    what a softcap, sinks and slopes are.
 
     bounds: those of documents. first_query: the position of the first query, where queries are the later part of a
     sequence; without a window.
     """
     masked = fully_masked_queries(q, k, window)
     if masked:
-        function = partial(reference, subtract_maximum=subtract_maximum)
+        scoring = {"softcap": softcap, "sinks": sinks, "slopes": slopes}
+        function = partial(reference, subtract_maximum=subtract_maximum, **scoring)
         return with_zeros(function, masked, q, k, v, causal=causal, scale=scale, window=window)
     k, v = for_all_heads(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     with detail_range(SCORES):
         scores_BHST = q @ k.transpose(-2, -1) * scale
+        if softcap is not None:
+            scores_BHST = torch.tanh(scores_BHST / softcap) * softcap
+        if slopes is not None:
+            query_S1 = torch.arange(first_query, first_query + q.shape[-2], device=q.device)[:, None]
+            distance_ST = (query_S1 - torch.arange(k.shape[-2], device=q.device)).abs()
+            scores_BHST = scores_BHST - slopes.to(q.dtype)[:, None, None] * distance_ST
         if causal or window is not None:
             # The mask has no name: a name would keep it alive beside the softmax where no graph needs it.
             query_S1 = torch.arange(first_query, first_query + q.shape[-2], device=q.device)[:, None]
@@ -103,6 +112,10 @@ def reference(
             scores_BHST = scores_BHST.masked_fill(hidden_keys(query_S1, key_1T, causal, window), float("-inf"))
         if bounds is not None:
             scores_BHST = scores_BHST.masked_fill(outside_documents(k, bounds), float("-inf"))
+        if sinks is not None:
+            # One more column, without a value.
+            sinks_BHS1 = sinks.to(q.dtype)[:, None, None].expand(*scores_BHST.shape[:3], 1)
+            scores_BHST = torch.cat([scores_BHST, sinks_BHS1], dim=-1)
     with detail_range(SOFTMAX):
         if subtract_maximum:
             # exp overflows in fp16 above ln(65504) = 11.09: with the row's maximum subtracted, no exponent is above 0.
@@ -114,7 +127,7 @@ def reference(
             exponentials_BHST = torch.exp(scores_BHST)
         weights_BHST = exponentials_BHST / exponentials_BHST.sum(dim=-1, keepdim=True)
     with detail_range(OUTPUT):
-        return weights_BHST @ v
+        return (weights_BHST if sinks is None else weights_BHST[..., :-1]) @ v
 
 
 def unsafe(

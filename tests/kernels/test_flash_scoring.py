@@ -1,0 +1,134 @@
+"""What FlashAttention does to scores beside the scale: softcap, sinks, slopes; by the gate, against float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from stepscope.core.errors import InputError
+from stepscope.core.parts import TensorDtype
+from stepscope.kernels.flash.attention import flash_attention
+from stepscope.training.attention.gate import (
+    AttentionFunction,
+    check_attention_implementation,
+    long_limited_shapes,
+    scored_shapes,
+)
+from stepscope.training.attention.written_out import reference
+from tests.conftest import in_the_interpreter_at_length
+from tests.kernels.test_flash_attention import (
+    DEVICE,
+    _interpreter_with_new_numpy,  # noqa: F401  (a fixture)
+    inputs,
+    way,  # noqa: F401  (a fixture)
+)
+
+pytestmark = pytest.mark.slow
+ALL = scored_shapes()
+SMALL = {"softcap": ALL[0], "sinks": ALL[2], "slopes": ALL[5]}
+
+
+def judge(*shapes: Any, dtype: TensorDtype = "fp32", function: AttentionFunction | None = None) -> list[str]:
+    report = check_attention_implementation(
+        "flash", device=torch.device(DEVICE), dtypes=(dtype,), shapes=shapes, function=function
+    )
+    return [verdict.outcome for verdict in report.verdicts]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(ALL[7], "fp32"), (ALL[8], "fp32"),
+     *in_the_interpreter_at_length(*((shape, dtype) for shape in ALL for dtype in ("fp32", "bf16", "fp16")))],
+    ids=str,
+)  # fmt: skip
+def test_every_way_passes_the_gate(shape: Any, dtype: TensorDtype):
+    assert judge(shape, dtype=dtype) == ["passed"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(6))
+def test_the_kernels_of_long_sequences_pass_the_gate(part: int):
+    shapes = long_limited_shapes()[part::6]
+    for dtype in ("bf16", "fp16"):
+        assert judge(*shapes, dtype=dtype) == ["passed"] * len(shapes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mistake"),
+    [
+        ("softcap", lambda given: {"softcap": None}),
+        ("softcap", lambda given: {"softcap": given["softcap"] * 1.01}),
+        ("sinks", lambda given: {"sinks": given["sinks"].detach()}),
+        ("sinks", lambda given: {"sinks": given["sinks"].flip(0)}),
+        ("slopes", lambda given: {"slopes": given["slopes"] * 1.01}),
+    ],
+)
+def test_the_gate_sees_a_mistake(kind: str, mistake: Any):
+    def wrong(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
+        return reference(q, k, v, **given | mistake(given))
+
+    assert judge(SMALL[kind], function=reference) == ["passed"]
+    assert judge(SMALL[kind], function=wrong) == ["failed"]
+
+
+def test_a_sink_by_hand():
+    """Two keys with scores 0 and a sink of log 2: weights 1/4, 1/4, and 1/2 of nothing."""
+    q, k = torch.zeros(1, 1, 1, 16, device=DEVICE), torch.zeros(1, 1, 2, 16, device=DEVICE)
+    v = torch.stack([torch.full((16,), 4.0), torch.full((16,), 8.0)])[None, None].to(DEVICE)
+    sinks = torch.tensor([2.0], device=DEVICE).log().requires_grad_()
+    out = flash_attention(q, k, v, causal=False, sinks=sinks)
+    assert torch.allclose(out.detach(), torch.full_like(out, 3.0))
+    # d(12 / (2 + e^s)) / ds = -12 * 2 / 16 for each of 16 numbers.
+    (gradient,) = torch.autograd.grad(out.sum(), [sinks])
+    assert gradient.item() == pytest.approx(-24.0)
+
+
+def test_a_transformation_of_each_head_or_sample():
+    q, k, v, gradient = inputs(q_shape=(1, 2, 20, 16))
+    sinks = torch.tensor([0.5, -1.0], device=DEVICE)
+
+    def loss(sinks: Tensor, attention: Callable[..., Tensor]) -> Tensor:
+        return (attention(q, k, v, causal=True, sinks=sinks, softcap=3.0) * gradient).sum()
+
+    ours, right = (torch.func.grad(loss)(sinks, each) for each in (flash_attention, reference))
+    assert torch.allclose(ours, right, atol=1e-5)
+    many = torch.stack([q, 2 * q])
+    mapped = torch.func.vmap(lambda q: flash_attention(q, k, v, causal=True, softcap=3.0))(many)
+    assert torch.allclose(mapped[1], reference(2 * q, k, v, causal=True, softcap=3.0), atol=1e-5)
+    with pytest.raises(InputError, match="vmap takes neither sinks nor slopes"):
+        torch.func.vmap(lambda q: flash_attention(q, k, v, causal=True, sinks=sinks))(many)
+
+
+def test_the_operator_with_sinks_is_sound():
+    leaves = [t.detach().requires_grad_() for t in inputs(q_shape=(1, 2, 20, 16))[:3]]
+    sinks = torch.zeros(2, device=DEVICE, requires_grad=True)
+    slopes = torch.tensor([0.25, 0.5], device=DEVICE)
+    arguments = (*leaves, True, 0.25, None, None, 5.0, sinks, slopes)
+    torch.library.opcheck(torch.ops.stepscope.flash_attention_forward.default, arguments)
+
+
+def test_what_cannot_be_done_to_scores_is_one_clear_error():
+    q, k, v, _ = inputs(q_shape=(1, 2, 8, 16))
+    two = torch.ones(2, device=DEVICE)
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"softcap": 0.0}, "a softcap above zero, not 0"),
+        ({"sinks": torch.ones(3, device=DEVICE)}, r"takes sinks \(2,\) in fp32 .*, not \(3,\) in float32"),
+        ({"slopes": two.double()}, r"takes slopes \(2,\) in fp32 .* in float64"),
+        ({"slopes": two.clone().requires_grad_()}, "no gradient of ALiBi's slopes: detach them"),
+    )
+    for wrong, words in cases:
+        with pytest.raises(InputError, match=words):
+            flash_attention(q, k, v, causal=True, **wrong)
+
+
+def test_an_attention_without_them_says_so():
+    report = check_attention_implementation(
+        "sdpa", device=torch.device(DEVICE), dtypes=("fp32",), shapes=[msgspec.structs.replace(ALL[2], batch=1)]
+    )
+    assert report.verdicts[0].reason == "takes no softcap, sinks or slopes"
