@@ -611,8 +611,9 @@ def _solved(powers: Sequence[Sequence[int]], nbytes: Sequence[int]) -> list[Frac
         if not determinant:
             return None
         factors = [
-            Fraction(nbytes[0] * d - nbytes[1] * b, determinant), Fraction(a * nbytes[1] - c * nbytes[0], determinant),
-        ]  # fmt: skip
+            Fraction(nbytes[0] * d - nbytes[1] * b, determinant),
+            Fraction(a * nbytes[1] - c * nbytes[0], determinant),
+        ]
     made = (sum(map(Fraction.__mul__, factors, map(Fraction, row))) for row in powers)
     return factors if all(one == other for one, other in zip(made, nbytes, strict=True)) else None
 

@@ -375,9 +375,7 @@ _kinds: dict[Any, Literal["view", "nothing", "kept", "asked"]] = {}
 _BY_DATA = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view})
 _ALIASES = frozenset({_aten._unsafe_view.default})
 """Operators that return another view of their argument, though their schema does not say so."""
-_PLAIN = frozenset({
-    int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format
-})  # fmt: skip
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 """Types of arguments whose values are all that there is to them; 1 and 1.0 are two."""
 
 
