@@ -175,7 +175,7 @@ class Nest:
         keys = self._scale.keys(track, time_ns)
         known = keys if not keys.null_count() else keys.fill_null(-1)
         at = self._starts.search_sorted(known, side="right").cast(pl.Int64) - 1
-        at = at.set(at < 0, None) if (at.min() or 0) < 0 else at
+        at = at.set(at < 0, None) if cast("int", at.min() or 0) < 0 else at
         holds = self._ends.gather(at) > known
         position = at.set(~holds, None).alias("position")
         left = (~holds).arg_true()  # not where none has begun
