@@ -15,6 +15,7 @@ from stepscope.core.user_model import code_digest, code_folder, file_of, parse_a
         ("n=3", (3,)),
         ("x=0.5", (0.5,)),
         ("on=true", (True,)),
+        ("on=False", (False,)),
         ("none=null", (None,)),
         ("name=tiny", ("tiny",)),
         ("name=", ("",)),

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import HashStore
 
+from stepscope.allocations.prediction.answer import answer_fit
 from stepscope.allocations.prediction.estimate import DeviceType
 from stepscope.allocations.prediction.fit import KEPT_FREE, Budget, FakeEstimate, Fit, Unseen, budget_of_memory
 from stepscope.core.errors import InputError
@@ -21,12 +23,13 @@ from stepscope.core.formulas import bytes_of_convolution
 from stepscope.core.units import GIB, MIB
 from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine import fake_module
-from stepscope.engine.fake_module import estimate_by_running, fit_module, replayed, resized, watch_module_step
+from stepscope.engine.fake_module import estimate_by_running, fit_module, replayed, watch_module_step
 from stepscope.engine.request import Stage
 from stepscope.questions.fit_apart import fit_apart
 from stepscope.recording import fake_memory
 from stepscope.training.user_module.loading import make_user_step
 from stepscope.training.user_module.module_step import UserModule
+from stepscope.training.user_module.user_code import resized
 from tests.command import stepscope
 from tests.conftest import at_length, mini
 from tests.cpu_allocations import allocated_bytes
@@ -134,6 +137,28 @@ class OfGpus(nn.Linear):
     def forward(self, x): raise NotImplementedError("no CPU has this kernel")
 
 def of_gpus(): return OfGpus(8, 8), torch.randn(2, 8), lambda out: out.sum()
+
+class Launching(nn.Linear):
+    def forward(self, x):
+        import triton
+        @triton.jit
+        def doubled(x_ptr): pass
+        doubled[(1,)](super().forward(x))
+
+def launching(): return Launching(8, 8), torch.randn(2, 8), lambda out: out.sum()
+
+def plain(): return nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600)), torch.ones(2, 600), torch.sum
+def there():
+    module, batch, loss = plain()
+    return module.cuda(), batch.to("cuda") + torch.ones(2, 600, device="cuda:0"), loss
+def asking(): return torch.cuda.current_device()
+def compiling():
+    module, batch, loss = plain()
+    module[0].compile()
+    return module, batch, loss
+def spread(views):
+    module, batch, loss = plain()
+    return nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=views), batch, loss
 def convolution(): return nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 16, 16), lambda out: out.sum()
 
 class Graph:
@@ -413,6 +438,39 @@ def test_what_a_gpu_alone_computes_is_said_to_be_so(file: Path):
         InputError, match=r"cannot be predicted: .* which cannot do what it calls \(NotImplementedError: no CPU"
     ):
         watch_module_step(own(file, "of_gpus"), "cuda")
+    pytest.importorskip("triton")
+    with pytest.raises(InputError, match=r"the Triton kernel doubled: give it a fake rule"):
+        watch_module_step(own(file, "launching"), "cuda")
+
+
+def test_a_factory_that_makes_its_model_on_a_gpu_is_predicted_or_told_what_to_do(file: Path):
+    assert fitted(own(file, "there"), search=False).estimate == fitted(own(file, "plain"), search=False).estimate
+    with pytest.raises(InputError, match=r"fails: .*; a prediction needs no GPU: ask torch.cuda.is_available\(\)"):
+        fitted(own(file, "asking"))
+
+
+def test_a_compiled_part_is_said_to_be_predicted_without_and_widens_the_margin(file: Path):
+    compiled = fitted(own(file, "compiling"), budget_of_memory(GIB), search=False)
+    assert compiled.estimate.peak_bytes == fitted(own(file, "plain"), search=False).estimate.peak_bytes
+    assert compiled.estimate.unseen == Unseen(compiled=True)
+    assert "predicted as it runs without" in str(answer_fit(compiled))
+
+
+def test_buckets_of_data_parallel_lie_beside_the_gradients_or_are_where_they_lie(file: Path):
+    """By hand: two layers of 600 x 600 numbers and their biases, once as gradients and once in buckets."""
+    gradients = 2 * 4 * (600 * 600 + 600)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        beside, within = (
+            fitted(own(file, "spread", arguments={"views": views}), search=False).estimate for views in (False, True)
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+    alone = fitted(own(file, "plain"), search=False).estimate
+    assert beside.categories["gradients"] == 2 * gradients
+    assert within.categories["gradients"] == alone.categories["gradients"] == gradients
+    assert (within.memory.forward_peak or 0) >= (alone.memory.forward_peak or 0) + gradients, "the buckets stay"
+    assert beside.unseen == Unseen(bucket_bytes=gradients)
 
 
 MEASURED_CONVOLUTIONS = RESULTS / "h200" / "convolutions" / "workspaces.json"

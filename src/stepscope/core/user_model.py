@@ -17,7 +17,8 @@ from stepscope.core.workloads import Workload, is_configuration
 
 
 def parse_arguments(written: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """The values of `name=value` texts, by name: a number, true, false, null or a list as JSON has it, else text.
+    """The values of `name=value` texts, by name: a number, true, false, null or a list as JSON has it, True or False as
+    Python has it, else text.
 
     `width=64,128` names two values; `sizes=[64,128]` is one. Raises InputError for any other form.
     """
@@ -83,7 +84,9 @@ def _value(text: str) -> Any:
 
 
 def _json(text: str) -> Any:
-    """The text as JSON; None where it is none, or an object, which no argument is."""
+    """The text as JSON, or Python's True or False; None where it is none, or an object, which no argument is."""
+    if text in ("True", "False"):
+        return text == "True"
     try:
         value = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError):

@@ -8,21 +8,20 @@ the textbook (`engine/fake_module.py`), the step then runs, and a simulated allo
 import contextlib
 import dataclasses
 import gc
-import inspect
 import itertools
 import math
 import operator
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.allocations.prediction.caching_allocator import CachingAllocator, OutOfMemory
 from stepscope.allocations.prediction.estimate import WORKSPACE_BYTES, DeviceType
@@ -33,19 +32,18 @@ from stepscope.core.errors import InputError, named_line
 from stepscope.core.evidence import MemoryCategory, PhaseMemory
 from stepscope.core.parts import ATTENTIONS, REFERENCE, Memory
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.units import MIB
-from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, is_configuration
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel
 from stepscope.engine.request import Stage, Tell
 from stepscope.recording import fake_memory
-from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend, asked_of_cuda
-from stepscope.recording.held_tensors import model_tensors, optimizer_tensors
+from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend, made_here
+from stepscope.recording.held_tensors import gradient_buckets, model_tensors, optimizer_tensors
 from stepscope.recording.step import Phase, Recorder, drive
 from stepscope.training.optimizer import updated_by
 from stepscope.training.scaled_products import cast_as_on_a_gpu
 from stepscope.training.training_step import AssembledStep, TrainingStep
-from stepscope.training.user_module.loading import BATCH_SIZE, SEQ_LEN, load_module
+from stepscope.training.user_module.loading import UnfilledParameters, default_of, load_module
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
-from stepscope.training.user_module.user_code import describe_module, find_factory, named_tensors, with_tensors
+from stepscope.training.user_module.user_code import describe_module, named_tensors, resized, with_tensors
 
 # Predicts a step's memory on a GPU by running it on fake tensors: without a GPU, without memory, in a few seconds.
 #
@@ -157,7 +155,8 @@ class _FakePhases(Recorder):
         self._phase.__exit__(None, None, None)
         if name == BACKWARD:
             parameters = [*self.step.model.parameters(), *self.watch.outside]
-            self.watch.label([p.grad for p in parameters if p.grad is not None], "gradients")
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            self.watch.label(gradients, "gradients", on_device=not self.watch.grads_in_buckets)
 
 
 def attention_backend(workload: TextbookWorkload, query: Tensor) -> AttentionBackend:
@@ -295,12 +294,7 @@ def _categories(
     return dict(categories)
 
 
-LARGE = 4 * MIB
-"""Bytes from which a tensor is not filled with random numbers."""
-
 _CPU = torch.device("cpu")
-_aten = torch.ops.aten
-_FILLS = (_aten.normal_, _aten.uniform_, _aten.erfinv_)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -313,7 +307,9 @@ class WatchedModule(WatchedStep):
     alike: bool
     """Whether its batches have one size, so that no step is told from another."""
     without_state_bytes: int = 0
-    """As in Unseen."""
+    """As in Unseen, and so are the next."""
+    compiled: bool = False
+    bucket_bytes: int = 0
 
     def program(self, steps: int | None = None) -> "Program":
         """All that the allocator is asked, of all steps or of the first so many."""
@@ -427,13 +423,25 @@ def watch_module_step(
     )
     if by_argument:
         arguments = {**arguments, "batch_size": batch_size}
-    with _UnfilledParameters(), asked_of_cuda() if device_type == "cuda" else contextlib.nullcontext():
-        user_module = load_module(workload.factory, arguments, seed=workload.seed)
+    with UnfilledParameters(), made_here() if device_type == "cuda" else contextlib.nullcontext():
+        user_module = _loaded(workload, arguments)
     parameters = sum(parameter.numel() for parameter in user_module.whole.parameters())
     tell(Stage(name=f"{type(user_module.module).__name__}: {parameters:,} parameters", lasts=True))
     tell(Stage(name="running a step on fake tensors"))
     resized = None if by_argument else batch_size
     return watch_module(user_module, workload, device_type, batch_size=resized, steps=steps)
+
+
+def _loaded(workload: FactoryWorkload, arguments: Mapping[str, Any]) -> UserModule:
+    try:
+        return load_module(workload.factory, arguments, seed=workload.seed)
+    except InputError as error:
+        words = str(error.__cause__)
+        if torch.cuda.is_available() or not ("CUDA" in words or "NVIDIA driver" in words):
+            raise
+        raise InputError(
+            f"{error}; a prediction needs no GPU: ask torch.cuda.is_available() and make all of it on the CPU otherwise"
+        ) from error
 
 
 def watch_module(
@@ -468,6 +476,8 @@ def watch_module(
         watch.hold(tensor for batch in step.batches for _, tensor in step.named_tensors(batch))
         on_host = device_type == "cuda"
         label_residents(step, watch, on_host=on_host)
+        buckets, watch.grads_in_buckets = gradient_buckets(fake.whole)
+        watch.label(buckets, "gradients")
         built = len(watch.events)
         as_on_cuda = AsOnCuda("chosen")
         if device_type == "cuda":
@@ -482,11 +492,11 @@ def watch_module(
             run_steps(step, watch, steps, on_host=on_host)
         except InputError as error:
             # What a CPU has no kernel for is no fault of a step that is predicted for a GPU.
-            if not on_host or not isinstance(error.__cause__, NotImplementedError):
+            if not on_host or (why := _of_gpus_alone(error.__cause__)) is None:
                 raise
             raise InputError(
                 f"{user_module.name} cannot be predicted: its step is run on the CPU's fake tensors, which cannot do "
-                f"what it calls ({named_line(error.__cause__, 120)}); measure it on the GPU with stepscope run"
+                f"what it calls ({why}); measure it on the GPU with stepscope run"
             ) from error
         watch.recurrent = as_on_cuda.recurrent
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.whole.parameters())
@@ -511,7 +521,24 @@ def watch_module(
         workload=described,
         alike=alike,
         without_state_bytes=sum(parameter.nbytes for parameter in stateless),
+        compiled=any(map(_is_compiled, user_module.whole.modules())),
+        bucket_bytes=sum(bucket.nbytes for bucket in buckets),
     )
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    """Whether torch.compile made this module, or compiled it in place."""
+    return "_orig_mod" in dict(part.named_children()) or vars(part).get("_compiled_call_impl") is not None
+
+
+def _of_gpus_alone(error: BaseException | None) -> str | None:
+    """What a CPU has no kernel for, in words; None where something else went wrong."""
+    frames = [] if error is None else [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    launchers = [each for frame in frames if type(each := frame.f_locals.get("self")).__module__.startswith("triton.")]
+    kernels = [name for each in launchers if (name := getattr(getattr(each, "fn", None), "__name__", ""))]
+    if kernels:
+        return f"the Triton kernel {kernels[-1]}: give it a fake rule, by torch.library.custom_op and register_fake"
+    return named_line(error, 120) if isinstance(error, NotImplementedError) else None
 
 
 def _hang_on(fake: Any, tensor: Any) -> None:
@@ -595,47 +622,6 @@ def _on_fake_tensors(
             group["params"] = [fakes.get(id(parameter), parameter) for parameter in group["params"]]
     batches = [with_tensors(faked_once, resized(batch, batch_size)) for batch in user_module.batches]
     return dataclasses.replace(user_module, batches=batches)
-
-
-def default_of(factory: str, size: Literal["batch_size", "seq_len"]) -> int | None:
-    """The value of a factory's argument of this name where none is given, 1 if it has no default; None for a factory
-    without such an argument. A configuration has both."""
-    if is_configuration(factory):
-        return {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN}[size]
-    try:
-        argument = inspect.signature(find_factory(factory).target).parameters.get(size)
-    except (TypeError, ValueError):
-        return None
-    if argument is None:
-        return None
-    return argument.default if isinstance(argument.default, int) else 1
-
-
-def resized(batch: Any, batch_size: int | None) -> Any:
-    """The batch with `batch_size` samples. Each tensor with the first tensor's first size is repeated and cut."""
-    if batch_size is None:
-        return batch
-    sizes: list[int] = []
-
-    def resize(leaf: Tensor) -> Tensor:
-        if not leaf.dim():
-            return leaf
-        sizes.append(leaf.shape[0])
-        if leaf.shape[0] != sizes[0]:
-            return leaf
-        times = -(-batch_size // max(1, sizes[0]))
-        return leaf.repeat(times, *[1] * (leaf.dim() - 1))[:batch_size].clone()
-
-    return with_tensors(resize, batch)
-
-
-class _UnfilledParameters(TorchDispatchMode):
-    """A mode in which large tensors are not filled with random numbers, so that their pages are never touched."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _FILLS and args[0].nbytes >= LARGE:
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 MOST_TIMES = 8
@@ -896,4 +882,7 @@ def _unseen(watched: WatchedModule) -> Unseen:
         at_most=tuple(sorted(watch.at_most)),
         recurrent=watch.recurrent,
         without_state_bytes=watched.without_state_bytes,
+        compiled=watched.compiled,
+        bucket_bytes=watched.bucket_bytes,
+        grads_in_buckets=watch.grads_in_buckets,
     )

@@ -214,6 +214,21 @@ def _here(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any,
     return func, tuple(map(place, args)), {key: place(value) for key, value in kwargs.items()}
 
 
+class _Here(TorchFunctionMode):
+    """A mode in which what is made on a GPU, or moved there, stays on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func, args, kwargs = _here(func, args, kwargs or {})
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def made_here() -> Iterator[None]:
+    """While open, code that makes a model for a GPU makes it on the CPU, and asks of autocast as in `asked_of_cuda`."""
+    with asked_of_cuda(), _Here():
+        yield
+
+
 @contextlib.contextmanager
 def asked_of_cuda() -> Iterator[None]:
     """While open, code that asks whether CUDA's autocast is on, as a module does that casts by itself, hears of the

@@ -162,6 +162,8 @@ class FakeMemory(TorchDispatchMode):
         """By the index of an allocation, of which sum it holds the parts; also of those that need none."""
         self.outside: list[Tensor] = []
         """Parameters that no module registers, which the step uses all the same."""
+        self.grads_in_buckets = False
+        """Whether gradients lie in what was counted before the step."""
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -40,6 +40,8 @@ def whole_numel(tensor: Tensor) -> int:
 # lists. A quantised weight is a plain parameter of bytes, whose scales are attributes of it or of its module
 # (bitsandbytes, HQQ), a module's buffers (GPTQ, AWQ), or a tensor made of others (torchao).
 
+_FIRST_BUCKET = 2**20
+"""Bytes of DistributedDataParallel's first bucket."""
 _DEEPEST = 4
 """Objects between an owner and its tensor; containers are followed to their end."""
 _ELSEWHERE = {"state", "param_groups", "defaults"}
@@ -88,6 +90,23 @@ def _is_quantised(name: str, tensor: Tensor) -> bool:
         return True
     small = any(part.dtype.itemsize == 1 and part.dtype != torch.bool for part in plain_parts(tensor))
     return small and (isinstance(tensor, nn.Parameter) or bool(_WEIGHT.fullmatch(last)))
+
+
+def gradient_buckets(model: nn.Module) -> tuple[list[Tensor], bool]:
+    """New tensors like the buckets that DistributedDataParallel has of the gradients, from its last parameter on: the
+    first is full at 1 MiB (torch/nn/parallel/distributed.py). And whether the gradients are views of them."""
+    wrapped = [module for module in model.modules() if isinstance(module, nn.parallel.DistributedDataParallel)]
+    buckets: list[Tensor] = []
+    for each in wrapped:
+        limit, by_dtype = _FIRST_BUCKET, dict[torch.dtype, int]()
+        for parameter in reversed([p for p in each.module.parameters() if p.requires_grad]):
+            dtype = parameter.dtype
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + parameter.numel()
+            if by_dtype[dtype] * dtype.itemsize >= limit:
+                buckets.append(torch.empty(by_dtype.pop(dtype), dtype=dtype))
+                limit = each.bucket_bytes_cap
+        buckets += [torch.empty(count, dtype=dtype) for dtype, count in by_dtype.items()]
+    return buckets, any(each.gradient_as_bucket_view for each in wrapped)
 
 
 def optimizer_tensors(

@@ -318,6 +318,19 @@ def _doubts(fit: AnyFit) -> Iterator[Line]:
             "since --optimizer updates what the module registers. Return an optimizer of your own to have it counted.",
             "care",
         )
+    if unseen.compiled:
+        yield Line(
+            "The model is under torch.compile, and predicted as it runs without: what compiled kernels keep and take "
+            "is not known, and more memory is kept free.",
+            "care",
+        )
+    if unseen.bucket_bytes:
+        lie = "in which the gradients lie" if unseen.grads_in_buckets else "beside the gradients"
+        yield Line(
+            f"DistributedDataParallel has buckets of {format_bytes(unseen.bucket_bytes)}, {lie}: they are counted "
+            "among the gradients.",
+            "care",
+        )
     if unseen.custom:
         yield Line(
             f"{', '.join(unseen.custom)} are not PyTorch's: what their kernels take for themselves is not known, and "

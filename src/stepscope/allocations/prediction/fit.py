@@ -97,7 +97,8 @@ KEPT_FREE = 0.04
 operator's kernel takes and gives back."""
 
 KEPT_FREE_FOR_CUSTOM = 0.1
-"""Share of the memory that is left free in addition, if the step calls operators that are not PyTorch's."""
+"""Share of the memory that is left free in addition, if the step calls operators that are not PyTorch's, or a part
+of it is compiled."""
 
 CONVOLUTION_WORKSPACE_BYTES = 72 * MIB
 """cuDNN's workspaces are counted as they were measured, but for rare shapes. For those the bytes by which the operands
@@ -120,10 +121,16 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of recurrent layers in three steps, whose workspaces are counted at their largest: the peak is a bound."""
     without_state_bytes: int = 0
     """Bytes of parameters that the step trains and no module registers, so that the optimizer does not have them."""
+    compiled: bool = False
+    """Whether a part of the model is under torch.compile: it is predicted as it runs without."""
+    bucket_bytes: int = 0
+    """Bytes of DistributedDataParallel's buckets, counted among the gradients."""
+    grads_in_buckets: bool = False
+    """Whether the gradients lie in these buckets, and take no memory of their own."""
 
     def kept_free(self, budget: Budget) -> int:
         """Bytes of the memory that a step must leave free to fit."""
-        share = KEPT_FREE + (KEPT_FREE_FOR_CUSTOM if self.custom else 0)
+        share = KEPT_FREE + (KEPT_FREE_FOR_CUSTOM if self.custom or self.compiled else 0)
         return int(budget.usable_bytes * share) + self.workspace_bytes
 
     @property

@@ -10,14 +10,16 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.files import read_document
+from stepscope.core.units import MIB
 from stepscope.core.user_model import without_options
 from stepscope.core.workloads import FactoryWorkload, UserModel, Workload, is_configuration
 from stepscope.training.training_step import Batch, Share, Shared, StepParts
@@ -293,6 +295,36 @@ def load_module(spelled: str, arguments: Mapping[str, Any] | None = None, *, see
     if loaded.user_module is None:
         raise InputError(f"{loaded.name} gave a step of its own: give its module and a batch")
     return loaded.user_module
+
+
+LARGE = 4 * MIB
+"""Bytes from which a tensor is not filled with random numbers."""
+
+_aten = torch.ops.aten
+_FILLS = (_aten.normal_, _aten.uniform_, _aten.erfinv_)
+
+
+class UnfilledParameters(TorchDispatchMode):
+    """A mode in which large tensors are not filled with random numbers, so that their pages are never touched."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in _FILLS and args[0].nbytes >= LARGE:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def default_of(factory: str, size: Literal["batch_size", "seq_len"]) -> int | None:
+    """The value of a factory's argument of this name where none is given, 1 if it has no default; None for a factory
+    without such an argument. A configuration has both."""
+    if is_configuration(factory):
+        return {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN}[size]
+    try:
+        argument = inspect.signature(find_factory(factory).target).parameters.get(size)
+    except (TypeError, ValueError):
+        return None
+    if argument is None:
+        return None
+    return argument.default if isinstance(argument.default, int) else 1
 
 
 def take_object(value: Any, name: str) -> Loaded:

@@ -205,6 +205,24 @@ def named_tensors(batch: Any, names: Sequence[str] = ()) -> list[tuple[str, Tens
     return list(_named(batch, names, ""))
 
 
+def resized(batch: Any, batch_size: int | None) -> Any:
+    """The batch with `batch_size` samples. Each tensor with the first tensor's first size is repeated and cut."""
+    if batch_size is None:
+        return batch
+    sizes: list[int] = []
+
+    def resize(leaf: Tensor) -> Tensor:
+        if not leaf.dim():
+            return leaf
+        sizes.append(leaf.shape[0])
+        if leaf.shape[0] != sizes[0]:
+            return leaf
+        times = -(-batch_size // max(1, sizes[0]))
+        return leaf.repeat(times, *[1] * (leaf.dim() - 1))[:batch_size].clone()
+
+    return with_tensors(resize, batch)
+
+
 def split(batch: Any, parts: int, name: str) -> list[Any]:
     """The batch in `parts` micro-batches of equal size, as views. The first size of its first tensor is the batch size.
     Each tensor with this first size is cut along it; every micro-batch gets the other tensors whole."""
