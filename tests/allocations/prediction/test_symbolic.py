@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.allocations.prediction.estimate import estimate, estimate_quickly, symbolic_model
+from stepscope.allocations.prediction.caching_allocator import NO_BLOCK, CachingAllocator
+from stepscope.allocations.prediction.estimate import (
+    STEPS_TO_FAIL,
+    PlayedStep,
+    SymbolicStep,
+    estimate,
+    estimate_quickly,
+    symbolic_model,
+)
 from stepscope.allocations.prediction.symbolic_tensors import (
     CATEGORIES,
     KEPT_OPERATORS,
@@ -297,6 +305,47 @@ def test_micro_batches_keep_their_share():
 
 
 # ---- quickly
+
+
+class Noted(CachingAllocator):
+    """An allocator that notes every block that it gives, and gets back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: list[tuple[int, int]] = []
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        block = super().allocate(size)
+        self.blocks.append(block)
+        return block
+
+    def free(self, block: int) -> None:
+        self.blocks.append((block, 0))
+        super().free(block)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "bf16", "accumulation": 2, "checkpointing": "every-1", "optimizer": "adamw-bf16-state"},
+        {"attention": "sdpa", "dtype": "bf16-master", "checkpointing": "every-2", "clip": 1.0},
+        {"attention": "sdpa", "dtype": "fp8", "checkpointing": "selective", "seq_len": 64},
+        {"compile": "default", "dtype": "bf16", "accumulation": 4},
+        {"phase": "forward", "dtype": "bf16"},
+    ],
+    ids=lambda changes: " ".join(map(str, changes.values())) or "as it is",
+)
+def test_a_step_of_few_blocks_tells_every_request_of_one_with_many(changes: dict[str, Any]):
+    """The last group is shorter than the others where two blocks run again together."""
+    workload = mini(**{"layers": 27, "batch_size": 4, **changes})
+    whole, played = Noted(), Noted()
+    steps = SymbolicStep(workload, "cuda", whole), PlayedStep(workload, "cuda", played)
+    for step in steps:
+        step.run(STEPS_TO_FAIL)
+    of_size = [block for block in whole.blocks if block[0] != NO_BLOCK]
+    assert [block for block in played.blocks if block[0] != NO_BLOCK] == of_size
+    assert played.reserved_peak == whole.reserved_peak
 
 
 GRID: Sequence[dict[str, Any]] = [

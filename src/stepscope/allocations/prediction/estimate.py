@@ -5,14 +5,22 @@ allocator serves its requests (`caching_allocator.py`), and the highest moment i
 the sizes follow from the model's code; the allocator's rules and the library's workspace, from PyTorch's.
 """
 
+import contextlib
 import functools
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
-from stepscope.allocations.prediction.caching_allocator import CachingAllocator, OutOfMemory
-from stepscope.allocations.prediction.symbolic_model import CompiledSymbolicModel, FusedSymbolicModel, SymbolicModel
+from stepscope.allocations.prediction.caching_allocator import NO_BLOCK, CachingAllocator, OutOfMemory
+from stepscope.allocations.prediction.symbolic_model import (
+    BlockParameters,
+    CompiledSymbolicModel,
+    FusedSymbolicModel,
+    SymbolicModel,
+)
 from stepscope.allocations.prediction.symbolic_tensors import (
     Allocator,
     Ledger,
@@ -105,9 +113,15 @@ def runs_within(workload: TextbookWorkload, limit_bytes: int) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def _run_within(workload: TextbookWorkload, _attention: Attention | None, limit_bytes: int) -> str | None:
-    step = SymbolicStep(workload, "cuda", CachingAllocator(limit_bytes))
+    if _repeats(workload):
+        with contextlib.suppress(_Unlike):
+            return _failing_phase(PlayedStep(workload, "cuda", CachingAllocator(limit_bytes)))
+    return _failing_phase(SymbolicStep(workload, "cuda", CachingAllocator(limit_bytes)))
+
+
+def _failing_phase(step: "SymbolicStep") -> str | None:
     try:
-        step.run(GRAPH_WARMUP if workload.graph == "step" else STEPS_TO_FAIL)
+        step.run(GRAPH_WARMUP if step.workload.graph == "step" else STEPS_TO_FAIL)
     except OutOfMemory:
         return step.phase
     return None
@@ -149,7 +163,7 @@ class SymbolicStep:
     def __init__(
         self, workload: TextbookWorkload, device_type: DeviceType, allocator: Allocator, *, abridged: bool = False
     ) -> None:
-        self._workload, self._allocator = workload, allocator
+        self.workload, self._allocator = workload, allocator
         self._on_gpu = device_type == "cuda"
         self._ledger = Ledger(allocator)
         self._model = symbolic_model(workload, device_type)
@@ -164,7 +178,7 @@ class SymbolicStep:
 
     def run(self, steps: int) -> MemoryEstimate:
         """Build, and predict from the last of so many steps. Raises OutOfMemory where the allocator has a limit."""
-        workload, before = self._workload, 0
+        workload, before = self.workload, 0
         self._build()
         if steps == 1 and workload.phase == "train":
             self._make_optimizer_state()
@@ -187,7 +201,7 @@ class SymbolicStep:
         return self._result(before)
 
     def _build(self) -> None:
-        workload, model = self._workload, self._model
+        workload, model = self.workload, self._model
         angles = (workload.seq_len * workload.model.head_dim, model.sizes.buffers)
         first, *others = ((p.elements, p.itemsize) for p in model.parameters)
         tensors = [first, angles, angles, *others]
@@ -212,7 +226,7 @@ class SymbolicStep:
         return self._ledger.storage(size, CATEGORIES.index(category))
 
     def _forward_and_backward(self, first: bool) -> None:
-        tape = Tape(self._ledger, recording=self._workload.phase != "forward")
+        tape = Tape(self._ledger, recording=self.workload.phase != "forward")
         tape.after_rerun = self._model.end_autocast
         workspace = WORKSPACE_BYTES if first and self._on_gpu else 0
         self._begin(FORWARD)
@@ -242,14 +256,14 @@ class SymbolicStep:
 
     def _optimize(self, first: bool) -> None:
         self._begin(OPTIMIZER)
-        parameters, optimizer = self._model.parameters, self._workload.optimizer
+        parameters, optimizer = self._model.parameters, self.workload.optimizer
         if first:
             self._make_optimizer_state()
-        masters = PRECISIONS[self._workload.dtype].masters
+        masters = PRECISIONS[self.workload.dtype].masters
         # training/optimizer.py `OnMasters`: every gradient in fp32.
         casts = [p for p in parameters if masters and p.itemsize != masters and optimizer not in OF_ONE_LAUNCH]
         gradients = [self._ledger.storage(masters * p.elements) for p in casts]
-        if self._workload.clip is not None and optimizer not in OF_ONE_LAUNCH:
+        if self.workload.clip is not None and optimizer not in OF_ONE_LAUNCH:
             self._norm = self._clip()
         if optimizer == "adamw-foreach":
             # torch/optim/adamw.py, `_multi_tensor_adamw`: the square roots of all second moments at once.
@@ -275,7 +289,7 @@ class SymbolicStep:
 
     def _clip(self) -> Storage:
         """training/optimizer.py: the norm of each tensor, these together, their norm, and the factor made of it."""
-        parameters, masters = self._model.parameters, PRECISIONS[self._workload.dtype].masters
+        parameters, masters = self._model.parameters, PRECISIONS[self.workload.dtype].masters
         sizes = [parameter.elements for parameter in parameters]
         if self._on_gpu:
             parts = self._ledger.storage(4 * len(sizes) * max(-(-size // _NORM_CHUNK) for size in sizes))
@@ -303,16 +317,16 @@ class SymbolicStep:
         """training/optimizer.py: both moments of each parameter. In one launch: moments in blocks; of kernels/adamw.py
         the tables of tensors and of chunks, and three times four numbers in fp64."""
         elements = [parameter.elements for parameter in self._model.parameters]
-        if self._workload.optimizer in OF_ONE_LAUNCH:
+        if self.workload.optimizer in OF_ONE_LAUNCH:
             numbers = [2 * aligned_numbers(count) for count in elements]
             sizes = [4 * sum(numbers[i] for i in places) for places in moment_blocks(numbers)]
             tensors, chunks = len(elements), sum(-(-count // _CHUNK) for count in elements)
             sizes += [8 * tensors, 4 * tensors, 4 * chunks, 8 * chunks, 5 * 8 * tensors, 32, 32, 32]
-            if self._workload.clip is not None:
+            if self.workload.clip is not None:
                 sizes += [4 * min(chunks, _SUMS), 8]
         else:
-            itemsize = moment_bytes(self._workload)
-            counts = [4] if self._workload.optimizer == "adamw-fused" else []  # its count of steps
+            itemsize = moment_bytes(self.workload)
+            counts = [4] if self.workload.optimizer == "adamw-fused" else []  # its count of steps
             sizes = [size for count in elements for size in (count * itemsize, count * itemsize, *counts)]
         self._resident += self._ledger.together(sizes, CATEGORIES.index("optimizer state"))
 
@@ -351,6 +365,232 @@ class SymbolicStep:
 
 def _named(alive: list[int]) -> dict[MemoryCategory, int]:
     return {name: count for name, count in zip(CATEGORIES, alive, strict=True) if count}
+
+
+# The requests of a step with few groups of blocks, played for one with many.
+
+FEW = 6
+"""Groups of blocks in the step that is recorded: of the two in the middle, which must be alike, the step has more."""
+
+FARTHEST = 2
+"""How far a group may be from one whose memory it gives back."""
+
+_OUTSIDE, _LOSS = "outside", "loss"
+_OF_GROUPS = ("forward", "backward")
+
+_Place = tuple[str, int, int]
+"""What made a block: the kind of part, its group, and which of the part's requests. Where one group names another, its
+group counts from that one."""
+
+_Part = tuple[str, int, list["int | _Place"]]
+"""A part of a pass: its kind, its group, and its requests: a size, or the place of a block that is given back."""
+
+
+class _Unlike(Exception):
+    """Raised where the requests of a step do not repeat from group to group."""
+
+
+def _repeats(workload: TextbookWorkload) -> bool:
+    """Whether all blocks keep alike, in so many groups that it is worth while to record few of them."""
+    span, *others = workload.spans
+    kept_here = span.calls is None and not span.on_host
+    return kept_here and not others and 2 * FEW * span.group < workload.model.layers <= MANY_LAYERS
+
+
+class _Recorder:
+    """An allocator that notes the requests of one pass after another."""
+
+    def __init__(self) -> None:
+        self.parts: list[_Part] = []
+        self.places: list[_Place] = []
+        """By block."""
+        self.earlier, self.loss, self.unlike = 0, NO_BLOCK, False
+        self.begin(_OUTSIDE, 0)
+
+    def begin(self, kind: str, group: int) -> None:
+        self._kind, self._group, self._made = kind, group, 0
+        self._requests: list[int | _Place] = []
+        self.parts.append((kind, group, self._requests))
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        if not size:
+            return NO_BLOCK, 0
+        self._requests.append(size)
+        self.places.append((self._kind, self._group, self._made))
+        self._made += 1
+        return len(self.places) - 1, size
+
+    def free(self, block: int) -> None:
+        kind, group, made = (_LOSS, 0, 0) if block == self.loss else self.places[block]
+        if kind in _OF_GROUPS and self._kind in _OF_GROUPS:
+            group -= self._group
+            self.unlike |= abs(group) > FARTHEST
+        self.unlike |= block < self.earlier and block != self.loss
+        self._requests.append((kind, group, made))
+
+    def between(self, tape: Tape, x: Tensor, number: int) -> Tensor:
+        """Begin the forward of a group. Its alias runs when the backward of all later groups has ended."""
+
+        def backward(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            self.begin(*(("backward", number - 1) if number else (_OUTSIDE, 3)))
+            return (gradient,)
+
+        self.begin(*(("forward", number) if number < FEW else (_OUTSIDE, 1)))
+        return tape.alias("Between", x, backward)
+
+
+class _RecordedStep(SymbolicStep):
+    """A step with few groups, which notes the requests of its passes."""
+
+    def __init__(self, workload: TextbookWorkload, layers: int) -> None:
+        self.recorder = _Recorder()
+        model = msgspec.structs.replace(workload.model, layers=layers)
+        super().__init__(msgspec.structs.replace(workload, model=model), "cuda", self.recorder)
+        self._model.between = self.recorder.between
+
+    @property
+    def blocks(self) -> Sequence[BlockParameters]:
+        return self._model.blocks
+
+    def record(self, first: bool, adds: bool) -> tuple[list[_Part], dict[str, _Place], _Place | None]:
+        """The parts of a pass, the places of the gradients that it made, and that of its loss."""
+        recorder = self.recorder
+        if not adds:
+            self._release_gradients()
+        recorder.loss = self._loss.storage.block if self._loss else NO_BLOCK
+        recorder.parts, recorder.unlike, recorder.earlier = [], False, len(recorder.places)
+        self._forward_and_backward(first)
+        if recorder.unlike:
+            raise _Unlike
+        gradients = {p.name: p.gradient.block for p in self._model.parameters if p.gradient}
+        places = {name: recorder.places[block] for name, block in gradients.items() if block >= recorder.earlier}
+        return recorder.parts, places, recorder.places[self._loss.storage.block] if self._loss else None
+
+    def _begin(self, phase: str) -> None:
+        self.recorder.begin(_OUTSIDE, 0 if phase == FORWARD else 2)
+        super()._begin(phase)
+
+
+class PlayedStep(SymbolicStep):
+    """A step that plays the requests of one with few groups to the allocator, which alone is right: no peak is counted.
+
+    The symbolic tensors of a step of 48 blocks take twice as long as the allocator.
+    """
+
+    def __init__(self, workload: TextbookWorkload, device_type: DeviceType, allocator: Allocator) -> None:
+        super().__init__(workload, device_type, allocator)
+        self._group, layers = workload.spans[0].group, workload.model.layers
+        self._more = -(-layers // self._group) - FEW
+        """Groups that the step has more than the recorded one."""
+        self._recorded = _RecordedStep(workload, layers - self._more * self._group)
+        self._passes: dict[tuple[bool, bool], tuple[list[_Part], list[tuple[Parameter, _Place]], _Place | None]] = {}
+        self._last_loss = NO_BLOCK
+
+    def _forward_and_backward(self, first: bool) -> None:
+        """Play a pass: the first of all, one that adds to gradients, or another."""
+        adds = any(parameter.gradient for parameter in self._model.parameters)
+        if (first, adds) not in self._passes:
+            parts, gradients, loss = self._recorded.record(first, adds)
+            self._passes[first, adds] = self._with_more(parts), self._of_parameters(gradients), loss
+        parts, gradients, loss = self._passes[first, adds]
+        made: dict[str, dict[int, list[int]]] = {kind: {} for kind in (_OUTSIDE, *_OF_GROUPS)}
+        made[_LOSS] = {0: [self._last_loss]}
+        for kind, group, requests in parts:
+            if kind == _OUTSIDE and group in (0, 2):
+                self._begin(BACKWARD if group else FORWARD)
+            self._play(requests, made[kind].setdefault(group, []), made, group if kind in _OF_GROUPS else 0)
+            self._end()
+        for parameter, (kind, group, number) in gradients:
+            size, block = parameter.bytes, made[kind][group][number]
+            parameter.gradient = Storage(self._ledger, size, CATEGORIES.index("gradients"), block, size)
+        self._last_loss = made[loss[0]][loss[1]][loss[2]] if loss else NO_BLOCK
+
+    def _play(
+        self, requests: list[int | _Place], own: list[int], made: dict[str, dict[int, list[int]]], own_group: int
+    ) -> None:
+        allocate, free = self._allocator.allocate, self._allocator.free
+        first = {_OUTSIDE: 0, _LOSS: 0, "forward": own_group, "backward": own_group}
+        for request in requests:
+            if isinstance(request, int):
+                own.append(allocate(request)[0])
+            else:
+                kind, group, number = request
+                free(made[kind][first[kind] + group][number])
+
+    def _with_more(self, parts: list[_Part]) -> list[_Part]:
+        """The parts of a pass with as many groups as the step has."""
+        by_place = {(kind, group): requests for kind, group, requests in parts}
+        if any(by_place.get((kind, 2)) != by_place.get((kind, 3)) for kind in _OF_GROUPS):
+            raise _Unlike
+        more: list[_Part] = []
+        for kind, group, requests in parts:
+            if kind == _OUTSIDE:
+                more.append((kind, group, self._frees_of_more(requests)))
+            elif group == 2:
+                groups = range(2, 3 + self._more)
+                more += [(kind, one, requests) for one in (groups if kind == "forward" else reversed(groups))]
+            else:
+                more.append((kind, self._moved(group), requests))
+        return more
+
+    def _moved(self, group: int) -> int:
+        """The group's number in the step, of which those in the end are later."""
+        return group + self._more * (group > 2)
+
+    def _frees_of_more(self, requests: list[int | _Place]) -> list[int | _Place]:
+        """Requests outside of groups. What they give back of the two in the middle, one right after the other, they
+        give back of all between."""
+
+        def of_group(request: int | _Place) -> int | None:
+            return request[1] if isinstance(request, tuple) and request[0] in _OF_GROUPS else None
+
+        runs = [(group, list(run)) for group, run in itertools.groupby(requests, of_group)]
+        groups = [group for group, _ in runs]
+        if not groups.count(2) == groups.count(3) <= 1:
+            raise _Unlike
+        played: list[int | _Place] = []
+        for place, (group, run) in enumerate(runs):
+            if group is None:
+                played += run
+                continue
+            numbers = [self._moved(group)]
+            if group == 2:
+                upwards = groups[place + 1 : place + 2] == [3]
+                other, others = runs[place + 1 if upwards else max(0, place - 1)]
+                if other != 3 or _numbers(run) != _numbers(others):
+                    raise _Unlike
+                numbers = [*range(2, 3 + self._more)][:: 1 if upwards else -1]
+            played += [(kind, number, made) for number in numbers for kind, made in _numbers(run)]
+        return played
+
+    def _of_parameters(self, places: dict[str, _Place]) -> list[tuple[Parameter, _Place]]:
+        """The parameters whose gradients a pass makes, and where."""
+        size, few = self._group, self._recorded.blocks
+        found: dict[Parameter, _Place] = {}
+        for number, block in enumerate(self._model.blocks):
+            group = number // size
+            recorded = min(group, max(2, group - self._more))
+            for name, parameter in block.items():
+                place = places.get(few[recorded * size + number % size][name].name)
+                if place is None:
+                    continue
+                kind, away, made = place[0], place[1] - recorded, place[2]
+                if kind not in _OF_GROUPS or abs(away) > FARTHEST:
+                    raise _Unlike
+                if recorded == 2 and places.get(few[3 * size + number % size][name].name) != (kind, 3 + away, made):
+                    raise _Unlike
+                found[parameter] = kind, group + away, made
+        of_blocks = {parameter for block in self._model.blocks for parameter in block.values()}
+        for parameter in self._model.parameters:
+            if parameter not in of_blocks and (place := places.get(parameter.name)) is not None:
+                kind, group, made = place
+                found[parameter] = kind, self._moved(group) if kind in _OF_GROUPS else group, made
+        return list(found.items())
+
+
+def _numbers(requests: list[int | _Place]) -> list[tuple[str, int]]:
+    """What requests give back, whatever its group."""
+    return [(request[0], request[2]) for request in requests if isinstance(request, tuple)]
 
 
 # What one block keeps for backward, tensor by tensor.

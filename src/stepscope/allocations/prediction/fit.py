@@ -513,7 +513,8 @@ def _price(change: Change, workload: Workload, extra_flops: float | None) -> str
     measured."""
     [(field, value)] = change.fields.items()
     changed = msgspec.structs.replace(workload, **change.fields)
-    if host_bytes := by_sizes(changed, lambda one: estimate_quickly(one).host_bytes):
+    offloads = (changed.checkpointing or "").startswith(OFFLOAD)
+    if offloads and (host_bytes := by_sizes(changed, lambda one: estimate_quickly(one).host_bytes)):
         seconds = workload.accumulation * host_bytes / HOST_BYTES_PER_S
         return f"{format_bytes(workload.accumulation * host_bytes)} copied, {seconds:.2g} s each way over PCIe 5.0"
     sizes = {"batch_size": workload.batch_size or 0, "seq_len": workload.seq_len or 0}
@@ -543,7 +544,7 @@ class _Search(Generic[W]):
         self._sufficient: list[tuple[Change, ...]] = []
         for lever in _levers(predictor.workload):
             self._try_alone(self._runnable(lever))
-        best = self._best_group(self._runnable(_groups(predictor.workload)))
+        best = self._best_group(_groups(predictor.workload))
         if best is not None:
             self._try_alone((best,))
 
@@ -643,6 +644,8 @@ class _Search(Generic[W]):
         then rises: the first that does not lower it ends the search."""
         best = None
         for change in groups:
+            if self._peak((change,)) is None:
+                break  # its step cannot run
             if best is not None and not self._lowers((change,), (best,)):
                 break
             best = change

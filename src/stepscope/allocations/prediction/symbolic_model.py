@@ -182,6 +182,9 @@ class SymbolicModel:
     abridged = False
     """Whether blocks that are alike are one piece. This is ten times as fast, but has no peaks inside each block."""
 
+    between: "Callable[[Tape, Tensor, int], Tensor] | None" = None
+    """What is called before each group of blocks and after the last, with how many came before."""
+
     def __init__(self, workload: TextbookWorkload, device_type: str = "cuda") -> None:
         self.workload = workload
         self.attention = ATTENTIONS[predicted_attention(workload, device_type)]
@@ -258,10 +261,12 @@ class SymbolicModel:
         for span, groups in blocks:
             alike, grown = range(2, len(groups) - 2) if self.abridged else range(0), list[int]()
             for number, group in enumerate(groups):
+                x = self.between(tape, x, number) if self.between else x
                 before = tape.ledger.live.copy()
                 x = self._stand_in(tape, x, group, grown) if number in alike else self._run(tape, x, group, span)
                 if number == 1:
                     grown = [after - earlier for after, earlier in zip(tape.ledger.live, before, strict=True)]
+            x = self.between(tape, x, len(groups)) if self.between else x
         return x
 
     def _run_offloading(

@@ -93,11 +93,11 @@ class Ledger:
 class Storage:
     """Memory of one tensor, in bytes. It is freed with the last reference."""
 
-    __slots__ = ("_block", "_block_bytes", "_ledger", "_saves", "bytes", "category")
+    __slots__ = ("_block_bytes", "_ledger", "_saves", "block", "bytes", "category")
 
     def __init__(self, ledger: Ledger, size: int, category: int, block: int, block_bytes: int) -> None:
         self._ledger, self.bytes, self.category, self._saves = ledger, size, category, 0
-        self._block, self._block_bytes = block, block_bytes
+        self.block, self._block_bytes = block, block_bytes
         # What the ledger counts is written out here and below: of a step there are a hundred thousand storages.
         total = ledger.total = ledger.total + block_bytes
         if total > ledger.peak:
@@ -116,8 +116,8 @@ class Storage:
         live[self.category] -= self.bytes
         live[_ROUNDING] -= block_bytes - self.bytes
         ledger.total -= block_bytes
-        if self._block != NO_BLOCK:
-            ledger.free(self._block)
+        if self.block != NO_BLOCK:
+            ledger.free(self.block)
 
     def become(self, category: int) -> None:
         self._ledger.live[self.category] -= self.bytes
