@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.distributed_c10d import HashStore
 
 from stepscope.allocations.prediction.answer import answer_fit
 from stepscope.allocations.prediction.estimate import DeviceType
@@ -459,7 +458,8 @@ def test_a_compiled_part_is_said_to_be_predicted_without_and_widens_the_margin(f
 def test_buckets_of_data_parallel_lie_beside_the_gradients_or_are_where_they_lie(file: Path):
     """By hand: two layers of 600 x 600 numbers and their biases, once as gradients and once in buckets."""
     gradients = 2 * 4 * (600 * 600 + 600)
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    store = torch.distributed.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         beside, within = (
             fitted(own(file, "spread", arguments={"views": views}), search=False).estimate for views in (False, True)
