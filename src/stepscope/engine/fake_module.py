@@ -14,7 +14,7 @@ import operator
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -659,8 +659,8 @@ def fit_module(
 
         if not fits[place].fits:
             know_one(judge(predictor, budget, know=know_one))
-        fits[place] = msgspec.structs.replace(fits[place], **predictor.sizes(budget))
-        know(fits)
+        for found in predictor.sizes(budget):
+            know_one(msgspec.structs.replace(fits[place], **found))
     return fits
 
 
@@ -714,13 +714,14 @@ class FakePredictor:
     def extra_flops(self, workload: FactoryWorkload) -> None:
         """No formula counts them."""
 
-    def sizes(self, budget: Budget) -> dict[str, int | bool | None]:
-        """The fields of a Fit with the largest sizes that fit."""
+    def sizes(self, budget: Budget) -> Iterator[dict[str, int | bool | None]]:
+        """The fields of a Fit with the largest sizes that fit, as they are found."""
         longest, is_models = self._longest_sequence(budget)
+        yield {"longest_sequence": longest, "longest_is_the_models": is_models}
         start, unit, batch = self.workload.batch_size, self.workload.accumulation, None
         if start:  # a batch with one sample more in each micro-batch does not fit
             batch = self._largest(start, unit, lambda size: self._variant(self.workload, size), budget)
-        return {"largest_batch": batch, "longest_sequence": longest, "longest_is_the_models": is_models}
+        yield {"largest_batch": batch}
 
     def _run(
         self,

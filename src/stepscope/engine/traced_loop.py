@@ -757,7 +757,10 @@ def fit_traced(
     for budget in budgets or [None]:
         before = [*fits]
         fit = judge(predictor, budget, search=search, know=lambda fit, before=before: know([*before, based(fit)]))
-        fits.append(based(fit, **(predictor.sizes(budget) if search and budget is not None else {})))
+        fits.append(based(fit))
+        for sizes in predictor.sizes(budget) if search and budget is not None else ():
+            fits[-1] = based(fits[-1], **sizes)
+            know(fits)
     return fits
 
 

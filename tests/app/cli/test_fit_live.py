@@ -9,8 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from stepscope.allocations.prediction.fit import budget_of_memory
+from stepscope.app.verbs.fit import _predicted, _Told  # pyright: ignore[reportPrivateUsage]
+from stepscope.core.units import format_bytes
+from stepscope.engine.workload_options import ManyWorkloads
 from tests.shown import check_golden, screen_of
 
 pytestmark = pytest.mark.slow
@@ -78,3 +83,20 @@ def test_a_pipe_gets_each_stage_once_and_a_sigterm_to_all_leaves_the_answer(fold
     assert said[-2:] == ["interrupted by SIGTERM: this is what was known", "interrupted"]
     for plan in document["plans"]:
         assert any(line.startswith(f"it fits with {plan['options']}: ") for line in said)
+
+
+def test_a_pipe_hears_each_row_of_a_table_and_the_largest_sizes_before_the_end():
+    """Whatever is known is said when it is, and not only in the answer."""
+    said: list[str] = []
+    told = _Told(lambda stage: said.append(stage.name))
+    budget = budget_of_memory(2**40)
+    steps = ManyWorkloads({"model": ("tiny",), "seq_len": (64, 128)}).workloads()
+    fits = [_predicted(step, [budget], search=False) for step in steps]
+    for step, fit in zip(steps, fits, strict=True):
+        told.ended(step, fit)
+    assert [line.rpartition(": ")[2] for line in said] == [
+        f"{format_bytes(fit.peak_bytes)}, fits into {budget.said}" for [fit] in fits
+    ]
+    told.know([msgspec.structs.replace(fits[0][0], longest_sequence=512)])
+    told.know([msgspec.structs.replace(fits[0][0], longest_sequence=512, largest_batch=2048)])
+    assert said[-2:] == ["the longest sequence that fits is 512", "the largest batch that fits is 2,048"]

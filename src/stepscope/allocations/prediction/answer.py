@@ -257,10 +257,15 @@ def _answer(question: str, workload: Workload, tables: Sequence[Table]) -> Answe
     return Answer(study="fit", question=question, lead=lead, tables=tuple(tables))
 
 
+def peak_in_words(fit: AnyFit) -> str:
+    """The peak, or a bound of it, with its phase."""
+    most = "is at most" if fit.is_bound else "is"
+    return f"The peak {most} {format_bytes(fit.peak_bytes)}, in the {fit.estimate.peak_phase} phase"
+
+
 def verdict(fit: AnyFit) -> Line:
     """The peak, and whether it fits, in one line."""
-    most = "is at most" if fit.is_bound else "is"
-    peak = f"The peak {most} {format_bytes(fit.peak_bytes)}, in the {fit.estimate.peak_phase} phase"
+    peak = peak_in_words(fit)
     if fit.budget is None or fit.margin_bytes is None:
         how = "Say --memory, as in --memory 80GiB, or --device, as in --device H100, to hear whether it fits."
         return Line(f"{peak}. {how}", "strong")
@@ -339,20 +344,24 @@ def _doubts(fit: AnyFit) -> Iterator[Line]:
         )
 
 
-def _sizes(fit: AnyFit) -> list[Line]:
-    """The largest sizes that fit, where they were looked for."""
-    sizes = {"the largest batch": fit.largest_batch, "the longest sequence": fit.longest_sequence}
-    decides = fit.largest_batch if fit.largest_batch is not None else fit.longest_sequence
-    if decides == 0:
-        return [Line("Not even the smallest batch fits.", "bad")]
+def sizes_that_fit(fit: AnyFit) -> list[str]:
+    """The largest sizes that fit, each in words, as far as they were looked for."""
+    sizes = {"the longest sequence": fit.longest_sequence, "the largest batch": fit.largest_batch}
     is_bound = isinstance(fit.estimate, FakeEstimate) and bool(fit.estimate.basis) and fit.estimate.unseen is None
-    known = [
+    return [
         f"{name} that fits is {'at least ' if size >= MOST_SEARCHED - 1 or is_bound else ''}{size:,}"
         for name, size in sizes.items()
         if size
     ]
+
+
+def _sizes(fit: AnyFit) -> list[Line]:
+    decides = fit.largest_batch if fit.largest_batch is not None else fit.longest_sequence
+    if decides == 0:
+        return [Line("Not even the smallest batch fits.", "bad")]
+    known = ", ".join(reversed(sizes_that_fit(fit)))
     bound = ", and the model takes no longer one" if fit.longest_is_the_models else ""
-    return [Line(f"{', '.join(known).capitalize()}{bound}.")] if known else []
+    return [Line(f"{known.capitalize()}{bound}.")] if known else []
 
 
 def _category_table(fit: AnyFit) -> Table:

@@ -466,7 +466,8 @@ class _Told:
     def asked(self, step: Workload, budgets: "Sequence[Budget]") -> None:
         """Say what is predicted, as far as it is known before the step is made."""
         if isinstance(step, FactoryWorkload):
-            optimizer = f", {step.optimizer}" if step.optimizer else ""
+            unless = "" if step.factory.endswith(".json") else " unless it has its own"
+            optimizer = f", {step.optimizer}{unless}" if step.optimizer else ""
             what = f"{step.name} ({step.origin}), {step.dtype}, {step.phase}{optimizer}"
         else:
             what = f"{describe_model(step)}, {describe_workload(step)}"
@@ -474,15 +475,25 @@ class _Told:
         self._say(f"{what}{f', into {into}' if into else ''}")
 
     def know(self, fits: "Sequence[AnyFit]") -> None:
-        """Say what is new in the predictions of one step for each budget: verdicts, and plans."""
-        from stepscope.allocations.prediction.answer import verdict
+        """Say what is new in the predictions of one step for each budget: verdicts, plans, and the largest sizes. The
+        answer has them in full: these are shorter."""
+        from stepscope.allocations.prediction.answer import peak_in_words, sizes_that_fit
 
         for fit in fits:
             if fit.budget is not None:
-                self._say(verdict(fit).text)
                 of = f" into {fit.budget.said}" if len(fits) > 1 else ""
+                self._say(f"{peak_in_words(fit)}: it {'fits' if fit.fits else 'does not fit'}{of}")
                 for plan in fit.plans:
                     self._say(f"it fits{of} with {plan.options}: {format_bytes(plan.peak_bytes)}")
+                for size in sizes_that_fit(fit):
+                    self._say(size.replace("that fits", f"that fits{of}"))
+
+    def ended(self, step: Workload, fits: "Sequence[AnyFit]") -> None:
+        """Say what is known of one of several steps, for each budget."""
+        for fit in fits:
+            into = f", {'fits' if fit.fits else 'does not fit'} into {fit.budget.said}" if fit.budget else ""
+            most = "at most " if fit.is_bound else ""
+            self._say(f"{cell_name(step)}: {most}{format_bytes(fit.peak_bytes)}{into}")
 
     def _say(self, line: str) -> None:
         if line not in self._said:
@@ -557,9 +568,11 @@ def _predicted_in_turn(steps: Sequence[Workload], budgets: "Sequence[Budget]") -
     """The predictions of several steps; of the first ones, where a signal ends it."""
     fits: list[list[AnyFit]] = []
     with patient_progress(_clock_of(steps)) as tell:
+        told = _Told(tell)
         for number, step in enumerate(steps):
             try:
-                fits.append(_predicted(step, budgets, search=False, told=_Told(tell), place=number / len(steps)))
+                fits.append(_predicted(step, budgets, search=False, told=told, place=number / len(steps)))
+                told.ended(step, fits[-1])
             except KeyboardInterrupt:
                 if not fits:
                     raise
