@@ -604,6 +604,14 @@ def test_a_batch_is_repeated_along_its_own_size_alone():
     }  # fmt: skip
 
 
+def test_a_tensor_that_the_batch_has_twice_stays_one():
+    """As the caller's, so that a step of another size holds as many tensors."""
+    tokens = torch.arange(8).reshape(4, 2)
+    found = resized({"input_ids": tokens, "labels": tokens, "others": tokens.clone()}, 6)
+    assert found["input_ids"] is found["labels"] is not found["others"]
+    assert found["labels"].shape == found["others"].shape == (6, 2)
+
+
 def test_no_batch_is_taken_for_a_parameter_that_was_freed():
     """Tensors are known by their ids while the module and its batches get fake ones; what is freed leaves its own."""
     layers, lengths = [nn.Linear(4, 4) for _ in range(6)], range(1, 41)

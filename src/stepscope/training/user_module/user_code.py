@@ -206,10 +206,12 @@ def named_tensors(batch: Any, names: Sequence[str] = ()) -> list[tuple[str, Tens
 
 
 def resized(batch: Any, batch_size: int | None) -> Any:
-    """The batch with `batch_size` samples. Each tensor with the first tensor's first size is repeated and cut."""
+    """The batch with `batch_size` samples. Each tensor with the first tensor's first size is repeated and cut. One that
+    the batch has twice, as tokens that are labels, stays one."""
     if batch_size is None:
         return batch
     sizes: list[int] = []
+    made: dict[int, Tensor] = {}
 
     def resize(leaf: Tensor) -> Tensor:
         if not leaf.dim():
@@ -217,8 +219,10 @@ def resized(batch: Any, batch_size: int | None) -> Any:
         sizes.append(leaf.shape[0])
         if leaf.shape[0] != sizes[0]:
             return leaf
-        times = -(-batch_size // max(1, sizes[0]))
-        return leaf.repeat(times, *[1] * (leaf.dim() - 1))[:batch_size].clone()
+        if id(leaf) not in made:
+            times = -(-batch_size // max(1, sizes[0]))
+            made[id(leaf)] = leaf.repeat(times, *[1] * (leaf.dim() - 1))[:batch_size].clone()
+        return made[id(leaf)]
 
     return with_tensors(resize, batch)
 
