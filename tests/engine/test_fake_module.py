@@ -146,6 +146,15 @@ class Launching(nn.Linear):
 
 def launching(): return Launching(8, 8), torch.randn(2, 8), lambda out: out.sum()
 
+class Projected(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(64, 64, bias=False) for _ in range(3))
+    def forward(self, x):
+        return F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x))
+
+def projected(): return nn.Sequential(Projected(), Projected()), torch.randn(16, 32, 64), torch.sum
+
 def plain(): return nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600)), torch.ones(2, 600), torch.sum
 def there():
     module, batch, loss = plain()
@@ -352,6 +361,14 @@ def test_what_a_step_holds_wherever_it_is_kept(file: Path, factory: str, argumen
     }
     assert predicted == pytest.approx(bytes_on_a_cpu(workload), abs=64)  # numbers alone, as the mean in its wider dtype
     assert found.unseen == Unseen(without_state_bytes=stateless)
+
+
+def test_joint_projections_hold_at_their_peak_what_a_cpu_gives_them(file: Path):
+    workload = own(file, "projected", projections="joint")
+    found = fitted(workload, device="cpu", search=False)
+    assert found.workload.projections == "joint"
+    assert found.estimate.memory.backward_peak == pytest.approx(bytes_on_a_cpu(workload)["backward"], abs=64)
+    assert found.estimate.unseen == Unseen()
 
 
 def test_a_module_on_meta_is_predicted_as_one_with_values(file: Path):

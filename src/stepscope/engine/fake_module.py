@@ -39,6 +39,7 @@ from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend, made_here
 from stepscope.recording.held_tensors import gradient_buckets, model_tensors, optimizer_tensors
 from stepscope.recording.step import Phase, Recorder, drive
 from stepscope.training.optimizer import updated_by
+from stepscope.training.parts.replaced import join_projections
 from stepscope.training.scaled_products import cast_as_on_a_gpu
 from stepscope.training.training_step import AssembledStep, TrainingStep
 from stepscope.training.user_module.loading import UnfilledParameters, default_of, load_module
@@ -453,6 +454,8 @@ def watch_module(
     steps: int = STEPS_BEFORE + 1,
 ) -> WatchedModule:
     """Run the step of a real module. Afterwards the module has fake parameters."""
+    if workload.projections == "joint":  # without the trial of its numbers, which fake tensors have not
+        join_projections(user_module.module)
     watch = fake_memory.FakeMemoryOfOwn(
         name=user_module.name, workspace_bytes=WORKSPACE_BYTES if device_type == "cuda" else 0
     )
@@ -471,7 +474,7 @@ def watch_module(
         watch.hold(tensor for _, _, tensor in model_tensors(fake.whole))  # buffers, and what quantised weights need
         # The CPU refuses choices that change none of its tensors, or that were applied already.
         dtype = "fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype
-        step = ModuleStep(fake, msgspec.structs.replace(workload, dtype=dtype), _CPU)
+        step = ModuleStep(fake, msgspec.structs.replace(workload, dtype=dtype, projections="apart"), _CPU)
         step.phases = _without_repeats(step.phases)
         watch.hold(tensor for batch in step.batches for _, tensor in step.named_tensors(batch))
         on_host = device_type == "cuda"

@@ -716,7 +716,24 @@ def _dequantised(rows: Tensor, _: Tensor, shape: Sequence[int], scales: Tensor, 
     return weights * rows.itemsize + (weights // block * scales.itemsize if nested else 0)
 
 
-_TAKES_OF_OTHERS: dict[str, Callable[..., int]] = {"bitsandbytes::gemm_4bit": _dequantised}
+def _joined(x: Tensor, weights: Sequence[Tensor]) -> int:
+    """Bytes that a product of joint projections has beside its operands: the weights in its dtype, where that is
+    another one, and its output, which is counted after it (kernels/parts/projections.py)."""
+    numbers = sum(weight.numel() for weight in weights)
+    outputs = x.numel() // x.shape[-1] * numbers // x.shape[-1]
+    return (numbers + outputs) * x.itemsize if weights[0].dtype != x.dtype else 0
+
+
+def _joined_backward(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> int:
+    """Bytes of the gradients side by side, of that of x, and of the weights' gradient, before which they were cast."""
+    return sum(dy.nbytes for dy in dys) + x.nbytes + sum(weight.numel() for weight in weights) * x.itemsize
+
+
+_TAKES_OF_OTHERS: dict[str, Callable[..., int]] = {
+    "bitsandbytes::gemm_4bit": _dequantised,
+    "stepscope::joint_projections": _joined,
+    "stepscope::joint_projections_backward": _joined_backward,
+}
 """Bytes that kernels of operators that are not PyTorch's take for themselves, by their arguments."""
 
 
