@@ -139,6 +139,25 @@ def test_a_loop_that_cannot_be_traced_says_why(tmp_path: Path):
         stepscope.fit(run=directory)
 
 
+class Interrupted(nn.Linear):
+    """Ctrl-C comes while it runs on fake tensors."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if type(input) is not Tensor:
+            raise KeyboardInterrupt
+        return super().forward(input).square().mean()
+
+
+def test_ctrl_c_while_a_with_block_traces_stops_the_script_and_keeps_the_run(tmp_path: Path):
+    model = Interrupted(16, 4)
+    with pytest.raises(KeyboardInterrupt):
+        watched(tmp_path, model, lambda: model(torch.ones(8, 16)))
+    [directory] = [path.parent for path in tmp_path.glob("**/" + TRACED_FILE)]
+    assert stepscope.show(directory).run.status == "done"
+    with pytest.raises(InputError, match="it was interrupted while its model was traced"):
+        stepscope.fit(run=directory, batch_size=16)
+
+
 def test_what_an_allocation_is_of_the_batch_and_the_sequence():
     points = [(8, 64), (14, 24), (4, 40)]
     shifted = tuple(4 * b * (s - 1) * 100 for b, s in points)

@@ -619,16 +619,23 @@ def _solved(powers: Sequence[Sequence[int]], nbytes: Sequence[int]) -> list[Frac
 
 
 def keep_traced(
-    sketch: Sketch | None, run: Run | None, directory: Path | None, say: Callable[[str], object] = lambda _: None
+    sketch: Sketch | None,
+    run: Run | None,
+    directory: Path | None,
+    say: Callable[[str], object] = lambda _: None,
+    *,
+    goes_on: bool = True,
 ) -> None:
     """Trace a loop's step, and keep what is known beside its run, or why nothing is. Without a run nothing is traced.
 
-    say: is called with what is done, where it takes long; then SIGINT leaves it out.
+    say: is called with what is done, where it takes long; then SIGINT leaves it out. goes_on: whether the process goes
+    on after that; else KeyboardInterrupt is raised, once it is kept that nothing was traced.
     """
     if sketch is None or run is None or directory is None or not isinstance(run.workload, WatchedWorkload):
         return
     what = "tracing the loop on fake tensors, so that stepscope fit --from can answer for other sizes"
-    said = threading.Timer(_SAID_AFTER_S, say, [f"{what}; Ctrl-C leaves it out"])
+    stops = "leaves it out" if goes_on else "stops that and the script"
+    said = threading.Timer(_SAID_AFTER_S, say, [f"{what}; Ctrl-C {stops}"])
     said.daemon = True
     if sketch.why_not is None and not run.workload.rank:
         with contextlib.suppress(RuntimeError):  # no thread begins when Python ends
@@ -644,6 +651,8 @@ def keep_traced(
         measured = memory is not None and memory.allocated_peak is not None
         knows = "knows what was measured at its own sizes only" if measured else "knows nothing of it"
         say(f"not traced, since it was interrupted: the run is kept, and stepscope fit --from {knows}")
+        if not goes_on:
+            raise KeyboardInterrupt
 
 
 def read_traced(directory: Path) -> Traced:

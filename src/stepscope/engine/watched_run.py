@@ -586,10 +586,10 @@ class WatchedRun:
             self._finish()
         return self.run
 
-    def trace(self) -> None:
-        """Trace the loop's step for predictions, and keep that beside the run."""
+    def trace(self, *, goes_on: bool = True) -> None:
+        """Trace the loop's step for predictions, and keep that beside the run; Ctrl-C is raised unless it goes on."""
         sketch, self._sketch = self._sketch, None
-        keep_traced(sketch, self.run, self.directory, self._say)
+        keep_traced(sketch, self.run, self.directory, self._say, goes_on=goes_on)
 
     def _why_nothing(self) -> str:
         if self.watch.optimizer_stepped or self._draft is not None:
@@ -810,7 +810,7 @@ class Watched:
         self._watched.start()
 
     def end(self, error: BaseException | None = None) -> None:
-        """End watching, as the end of the `with` block does; the loop may have ended by an exception."""
+        """End watching, as the `with` block does, perhaps by an exception. Ctrl-C is raised after the run is kept."""
         if not self._open:
             return
         self._open = False
@@ -821,7 +821,7 @@ class Watched:
                 self._say(f"nothing was measured: {self.why_not}")
         else:
             self._say(f"{self!r}; saved in {self._watched.saved_in}")
-            self._watched.trace()
+            self._watched.trace(goes_on=not threading.main_thread().is_alive())  # at exit nothing is left to stop
 
     def __enter__(self) -> Self:
         self.start()
