@@ -102,12 +102,20 @@ def unpredicted(workload: TextbookWorkload) -> str | None:
     """What of a workload's choices, its attention apart, keeps its memory from being predicted, with the remedy; None
     where nothing does."""
     if workload.compile == "blocks":
-        return "the memory of a step compiled block by block is not predicted: ask for --compile default"
+        # The compiler chooses what each block's graph keeps, and no such peak was measured to hold formulas against.
+        return (
+            "the memory of a step compiled block by block is not predicted: ask for --compile default, or measure it "
+            "with stepscope run"
+        )
     if PRECISIONS[workload.dtype].scaled and workload.compile != "eager":
         # AOTAutograd chooses whether backward gets an operand in 16 bits or in 8, and by what kernels it is cast.
         return f"the memory of a compiled step in {workload.dtype} is not predicted: ask for --compile eager"
     if workload.projections != "apart":
-        return "the memory of a step with projections joint is not predicted: choose --projections apart"
+        # Query, key and value are then one tensor, which stays whole while one of them is kept.
+        return (
+            "the memory of a step with projections joint is not predicted: choose --projections apart, or measure it "
+            "with stepscope run"
+        )
     eager = workload.compile == "eager"
     part = parts.unpredicted_part(workload.parts, eager=eager)
     if part is not None:
