@@ -193,7 +193,7 @@ class Hopper:
 
 triton.runtime.driver.set_active(Hopper())
 from stepscope.kernels.flash import launch as flash_launch
-flash_launch.hopper_takes = lambda *tensors, window: True
+flash_launch.hopper_takes = lambda *tensors, limited: True
 sys.path.insert(0, "benchmarks")
 import flash_bench
 flash_bench.SHAPES[:] = [(1, 2, 4096, 64, True, "bfloat16")]
