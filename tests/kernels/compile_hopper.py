@@ -115,6 +115,6 @@ if __name__ == "__main__":
         f"{pass_.__name__} {head_dim} {'causal' if causal else 'full'} {kind}".strip(): pass_(head_dim, causal, kind)
         for pass_ in (forward, backward)
         for head_dim in map(int, sys.argv[3:])
-        for causal, kind in ((True, ""), (False, ""), *((True, kind) for kind in sys.argv[2].split(",")))
+        for causal, kind in ((True, ""), (False, ""), *((True, kind) for kind in sys.argv[2].split(",") if kind))
     }
     Path(sys.argv[1]).write_text(json.dumps(found))

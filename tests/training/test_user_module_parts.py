@@ -247,6 +247,8 @@ def test_the_command_measures_them_and_says_what_was_replaced(file: Path):
 def test_what_cannot_be_is_one_line_of_the_command(file: Path, words: tuple[str, ...], said: str):
     done = stepscope(words[0], "--module", "own.py:make", *words[1:], cwd=file.parent)
     refused = [line for line in done.stderr.splitlines() if not line.startswith("stepscope: build")]
+    if words[0] == "fit":  # which says what it does, where that takes over two seconds
+        refused = refused[-1:]
     assert done.returncode == 2 and len(refused) == 1 and said in refused[0], done.stderr
 
 
