@@ -1,6 +1,6 @@
 """How long does a prediction of memory take? `stepscope fit`, and others' tools for the same models, side by side.
 
-    python benchmarks/fit.py [--runs 3] [--json FILE]
+    python benchmarks/fit.py [--runs 3] [--without MemTracker] [--json FILE]
     python benchmarks/fit.py --show FILE...            # a table of results kept with --json
 
 Each is a process of its own, and all take turns. What counts is processor time, the least of the runs. Beside them is
@@ -145,6 +145,8 @@ def measure(arguments: argparse.Namespace) -> Result:
         (folder / "llama.py").write_text(FACTORY)
         for _ in range(arguments.runs):
             for tool, model, command in _subjects(folder):
+                if tool == arguments.without:
+                    continue
                 row = rows.setdefault((tool, model), Row(tool=tool, model=model, runs=[]))
                 if row.failure is None:
                     sample, row.failure = _run(command, folder)
@@ -175,6 +177,7 @@ def main() -> None:
     """Print the result; with --json also keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--without", metavar="TOOL", help="leave out a tool: MemTracker takes minutes")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
     measure_or_show(parser.parse_args(), Result, measure=measure, render=render, render_markdown=render_markdown)
