@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -88,6 +88,23 @@ def test_compiled_products_run_ahead_of_one_another_and_fit(
     assert found["shared_bytes"] <= 227 * 1024
     # Each product of 64 rows a warp group, 16 of the summed dimension at a time: all five, or both, are there.
     assert found["products"] >= (20 if kernel == "backward" else 16)
+
+
+@needs_gluon
+@given(*[st.integers(0, 9)] * 4)
+@settings(max_examples=300, deadline=None)
+def test_no_bounds_make_consumers_wait_for_a_tile_that_never_comes(first: int, left: int, masked: int, end: int):
+    """The producer loads tiles - first of them; consumers take one, then those that they compare, then the rest."""
+    from stepscope.kernels.hopper.forward import visits_of
+
+    tiles, masked_end = visits_of.fn(first, left, masked, end)
+    assert 1 <= masked_end <= tiles - first
+    if first <= masked <= end and first < end:  # as right bounds have them: what needs a comparison gets one
+        assert tiles == end
+        visited = [turn + masked - (tiles - first if turn + masked >= tiles else 0) for turn in range(tiles - first)]
+        assert sorted(visited) == [*range(first, tiles)]
+        compared = {*range(first, min(left, masked)), *range(masked, tiles)}
+        assert compared <= {*visited[:masked_end]}
 
 
 @pytest.mark.parametrize("head_dim", [64, 72, 96, 128])

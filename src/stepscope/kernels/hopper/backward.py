@@ -368,8 +368,9 @@ def hopper_gradients(
         last_key = gl.minimum(first_key + BLOCK_N, keys) - 1
         lowest, _behind = _limits(first_key, BOUNDS, batch, batches, queries, keys, window, CAUSAL, WINDOW, DOCUMENTS)
         _lowest, behind = _limits(last_key, BOUNDS, batch, batches, queries, keys, window, CAUSAL, WINDOW, DOCUMENTS)
-        begin = lowest // BLOCK_M
-        tiles = gl.cdiv(behind, BLOCK_M) - begin
+        # Wrong bounds, which nobody reads on a GPU, must leave a tile to wait for, and one of this head.
+        begin = gl.minimum(lowest // BLOCK_M, gl.cdiv(queries, BLOCK_M) - 1)
+        tiles = gl.maximum(gl.cdiv(behind, BLOCK_M) - begin, 1)
     elif CAUSAL:
         # The first BLOCK_N / BLOCK_M tiles are masked and always visited. Beyond the sequence they are zeros without
         # weight. Statistics and sums are padded, so these tiles have their own rows there.

@@ -99,6 +99,18 @@ def _limits(row, BOUNDS, sizes, batch, CAUSAL: gl.constexpr, WINDOW: gl.constexp
 
 
 @gluon.jit
+def visits_of(first_tile, left_end, masked_begin, tiles):
+    """The tile behind the last one, and how many turns compare: of one tile or more, and of no more than are visited.
+
+    Whatever the bounds of documents say, producer and consumers count alike: with wrong ones, which nobody reads on a
+    GPU, they would wait for one another for ever.
+    """
+    tiles = max(tiles, first_tile + 1)
+    masked_end = tiles - masked_begin + max(0, min(left_end, masked_begin) - first_tile)
+    return tiles, max(1, min(masked_end, tiles - first_tile))
+
+
+@gluon.jit
 def capped(scores, cap):
     """tanh(scores * cap / (2 log2(e)))."""
     return 1 - 2 / (1 + gl.exp2(scores * cap))
@@ -362,7 +374,7 @@ def hopper_forward(
         left_end = gl.cdiv(last_lowest, BLOCK_N)
     tiles = gl.cdiv(end, BLOCK_N)
     masked_begin = full_end // BLOCK_N
-    masked_end = gl.maximum(1, tiles - masked_begin + gl.maximum(0, gl.minimum(left_end, masked_begin) - first_tile))
+    tiles, masked_end = visits_of(first_tile, left_end, masked_begin, tiles)
 
     q_tiles = gl.allocate_shared_memory(Q.dtype, [CONSUMERS, 1, 1, ROWS, HEAD_DIM], Q.layout)
     k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES, 1, 1, BLOCK_N, HEAD_DIM], K.layout)
