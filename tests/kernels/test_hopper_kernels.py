@@ -95,9 +95,10 @@ def test_compiled_products_run_ahead_of_one_another_and_fit(
 @settings(max_examples=300, deadline=None)
 def test_no_bounds_make_consumers_wait_for_a_tile_that_never_comes(first: int, left: int, masked: int, end: int):
     """The producer loads tiles - first of them; consumers take one, then those that they compare, then the rest."""
-    from stepscope.kernels.hopper.forward import visits_of
+    from stepscope.kernels.hopper import forward
 
-    tiles, masked_end = visits_of.fn(first, left, masked, end)
+    in_python: Any = forward.visits_of  # Triton's functions keep Python's as `fn`
+    tiles, masked_end = in_python.fn(first, left, masked, end)
     assert 1 <= masked_end <= tiles - first
     if first <= masked <= end and first < end:  # as right bounds have them: what needs a comparison gets one
         assert tiles == end

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.allocations.prediction.fit import budget_of_memory
+from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory
 from stepscope.app.verbs.fit import _predicted, _Told  # pyright: ignore[reportPrivateUsage]
 from stepscope.core.units import format_bytes
 from stepscope.engine.workload_options import ManyWorkloads
@@ -97,6 +97,9 @@ def test_a_pipe_hears_each_row_of_a_table_and_the_largest_sizes_before_the_end()
     assert [line.rpartition(": ")[2] for line in said] == [
         f"{format_bytes(fit.peak_bytes)}, fits into {budget.said}" for [fit] in fits
     ]
-    told.know([msgspec.structs.replace(fits[0][0], longest_sequence=512)])
-    told.know([msgspec.structs.replace(fits[0][0], longest_sequence=512, largest_batch=2048)])
+    told.know([msgspec.structs.replace(fits[0][0], longest_sequence=512)], several=False)
+    told.know([msgspec.structs.replace(fits[0][0], longest_sequence=512, largest_batch=2048)], several=False)
     assert said[-2:] == ["the longest sequence that fits is 512", "the largest batch that fits is 2,048"]
+    card = budget_of_device("4090")
+    told.know([msgspec.structs.replace(fits[0][0], budget=card, longest_sequence=512)], several=True)
+    assert said[-1] == "the longest sequence that fits into 23.46 GiB of NVIDIA GeForce RTX 4090 is 512"

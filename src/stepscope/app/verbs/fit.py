@@ -456,6 +456,11 @@ def command(
     _show(fits, second, runs, shown, fail_if_larger)
 
 
+def _without_source(budget: "Budget") -> str:
+    """The memory and whose it is; the answer says where the figure comes from."""
+    return budget.said.partition(" (")[0]
+
+
 class _Told:
     """Says what is tried, and what is known as soon as it is."""
 
@@ -474,14 +479,16 @@ class _Told:
         into = " and ".join(budget.said for budget in budgets)
         self._say(f"{what}{f', into {into}' if into else ''}")
 
-    def know(self, fits: "Sequence[AnyFit]") -> None:
+    def know(self, fits: "Sequence[AnyFit]", *, several: bool) -> None:
         """Say what is new in the predictions of one step for each budget: verdicts, plans, and the largest sizes. The
-        answer has them in full: these are shorter."""
+        answer has them in full: these are shorter. several: whether there are several budgets, of which each line names
+        one.
+        """
         from stepscope.allocations.prediction.answer import peak_in_words, sizes_that_fit
 
         for fit in fits:
             if fit.budget is not None:
-                of = f" into {fit.budget.said}" if len(fits) > 1 else ""
+                of = f" into {_without_source(fit.budget)}" if several else ""
                 self._say(f"{peak_in_words(fit)}: it {'fits' if fit.fits else 'does not fit'}{of}")
                 for plan in fit.plans:
                     self._say(f"it fits{of} with {plan.options}: {format_bytes(plan.peak_bytes)}")
@@ -491,7 +498,8 @@ class _Told:
     def ended(self, step: Workload, fits: "Sequence[AnyFit]") -> None:
         """Say what is known of one of several steps, for each budget."""
         for fit in fits:
-            into = f", {'fits' if fit.fits else 'does not fit'} into {fit.budget.said}" if fit.budget else ""
+            into = f" into {_without_source(fit.budget)}" if fit.budget else ""
+            into = f", {'fits' if fit.fits else 'does not fit'}{into}" if into else ""
             most = "at most " if fit.is_bound else ""
             self._say(f"{cell_name(step)}: {most}{format_bytes(fit.peak_bytes)}{into}")
 
@@ -526,7 +534,7 @@ def _as_far_as_known(
     def know(fits: "Sequence[AnyFit]") -> None:
         known[:] = fits
         if told is not None:
-            told.know(fits)
+            told.know(fits, several=len(budgets) > 1)
 
     try:
         return [*work_out(know=know)]
