@@ -83,7 +83,7 @@ def adapters(checkpoints: bool = False) -> tuple[nn.Module, Tensor]:
 
 
 def peft(checkpoints: bool = False) -> tuple[nn.Module, Tensor]:
-    """Those that peft makes."""
+    """Adapters that peft makes."""
     from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
 
     model = Model(type("Frozen", (Block,), {"checkpoints": checkpoints})).bfloat16()

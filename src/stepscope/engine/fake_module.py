@@ -685,7 +685,7 @@ class FakePredictor:
         self.expected = 0
         """Steps that will probably be run."""
         self._seconds: list[float] = []
-        """Those of the first step without its module's making, which imports, and of each that was tried."""
+        """How long each step took that was tried; of the first one, without making its module, which imports."""
         self._device_type: DeviceType = device_type
         self._watched: dict[tuple[bytes, int | None], WatchedModule | None] = {}
         begun_s = time.perf_counter()

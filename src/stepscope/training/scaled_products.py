@@ -397,8 +397,8 @@ def block_products(model: nn.Module, recipe_of: Callable[[str], Recipe | None]) 
 
 
 def first_and_last(paths: Sequence[str]) -> set[str]:
-    """Of linear layers those outside of numbered ones, and those in the first and the last, where there are more than
-    two; without numbers, the first and the last of all."""
+    """The paths of the linear layers that recipes leave alone: those outside of numbered blocks, and those in the first
+    and the last block where there are more than two; without numbered blocks, the first and the last layer."""
     numbers = {path: next((int(part) for part in path.split(".") if part.isdigit()), None) for path in paths}
     known = [number for number in numbers.values() if number is not None]
     if not known:
