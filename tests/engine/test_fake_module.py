@@ -24,7 +24,7 @@ from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine import fake_module
 from stepscope.engine.fake_module import estimate_by_running, fit_module, replayed, watch_module_step
 from stepscope.engine.request import Stage
-from stepscope.questions.fit_apart import fit_apart
+from stepscope.questions.fit_apart import Request, fit_apart, held_at_peak
 from stepscope.recording import fake_memory
 from stepscope.training.user_module.loading import make_user_step
 from stepscope.training.user_module.module_step import UserModule
@@ -645,6 +645,18 @@ def test_large_parameters_take_no_memory_and_keep_their_values_out_of_it(file: P
     assert replayed(watched).memory.parameter_bytes == 2 * 4 * (2 * 1024 * 4 * 1024 + 5 * 1024)
 
 
+def test_tensors_at_the_peak_are_named_and_add_up_to_it(file: Path):
+    held = held_at_peak(Request(own(file, "text", arguments={"positions": 100}), (), "cuda", False, True))
+    rows = {(each.category, each.name): each for each in held.tensors}
+    assert sum(each.total_bytes for each in held.tensors) == held.fit.peak_bytes
+    asked = sum(each.count * each.bytes_each for each in held.tensors)
+    assert asked == held.fit.peak_bytes - held.fit.categories["rounding"]
+    weight = rows["parameters", "positions.weight"]
+    assert (weight.shape, weight.dtype, weight.bytes_each, weight.count) == ((100, 16), "float32", 4 * 100 * 16, 1)
+    line = OWN[: OWN.index("return self.head(self.tokens")].count("\n") + 1
+    assert rows["saved for backward", f"add ({file.name}:{line})"].shape == (4, 64, 16)
+
+
 def test_compiled_steps_are_refused(file: Path):
     with pytest.raises(InputError, match="compile default cannot be run on fake tensors"):
         fitted(own(file, "mlp", compile="default"))
@@ -668,7 +680,7 @@ def test_the_contract_in_json_and_its_screen(file: Path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--tensors",), "--tensors is for the textbook's model"),
+        (("--fake",), "--fake is for the textbook's model"),
         (("--model", "small"), "--module and --model both say which model"),
     ],
 )

@@ -155,9 +155,9 @@ class _FakePhases(Recorder):
     def phase_ends(self, name: str) -> None:
         self._phase.__exit__(None, None, None)
         if name == BACKWARD:
-            parameters = [*self.step.model.parameters(), *self.watch.outside]
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            self.watch.label(gradients, "gradients", on_device=not self.watch.grads_in_buckets)
+            on_device = not self.watch.grads_in_buckets
+            for place, p in [*self.step.model.named_parameters(), *(("", each) for each in self.watch.outside)]:
+                self.watch.label([] if p.grad is None else [p.grad], "gradients", on_device=on_device, name=place)
 
 
 def attention_backend(workload: TextbookWorkload, query: Tensor) -> AttentionBackend:
@@ -199,9 +199,10 @@ def make_fake_step(workload: TextbookWorkload) -> TrainingStep:
 
 def label_residents(step: AssembledStep, watch: fake_memory.FakeMemory, *, on_host: bool = True) -> None:
     """Name what lives on between steps. on_host: the optimizer's counts of steps are on the host."""
-    for category, _, tensor in model_tensors(step.model):
-        watch.label([tensor], category)
-    watch.label([tensor for batch in step.batches for _, tensor in step.named_tensors(batch)], "inputs")
+    for category, name, tensor in model_tensors(step.model):
+        watch.label([tensor], category, name=name)
+    for name, tensor in (each for batch in step.batches for each in step.named_tensors(batch)):
+        watch.label([tensor], "inputs", name=name)
     fused = step.workload.optimizer == "adamw-fused"
     names = {id(parameter): name for name, parameter in step.model.named_parameters()}
     pages = on_host and getattr(step.optimizer, "is_paged", False)
@@ -209,7 +210,7 @@ def label_residents(step: AssembledStep, watch: fake_memory.FakeMemory, *, on_ho
         # Only the fused kernel reads the count of steps on the device. CUDA's managed memory holds bitsandbytes' paged
         # states, which its `get_state_buffer` makes of parameters of so many elements: no allocator of PyTorch's.
         hosted = (on_host and not fused and name.endswith(".step")) or (pages and value.numel() >= _PAGED_FROM)
-        watch.label([value], "optimizer state", on_device=not hosted)
+        watch.label([value], "optimizer state", on_device=not hosted, name=name)
 
 
 _PAGED_FROM = 100_000
@@ -229,6 +230,11 @@ def replayed(watched: WatchedStep, allocator: Allocator | None = None) -> FakeEs
 
     Raises RefusedInPhase where the allocator has a limit, and refuses a request.
     """
+    return at_peak(watched, allocator)[0]
+
+
+def at_peak(watched: WatchedStep, allocator: Allocator | None = None) -> tuple[FakeEstimate, dict[int, int]]:
+    """What `replayed` returns, and the bytes that the allocator gave each allocation that is alive at the peak."""
     watch = watched.watch
     allocator = allocator or CachingAllocator()
     blocks: dict[int, tuple[int, int]] = {}
@@ -271,28 +277,22 @@ def replayed(watched: WatchedStep, allocator: Allocator | None = None) -> FakeEs
         reserved_peak=max(reserved[start:]),
     )
     peak_phase = max(peaks, key=lambda name: peaks[name].allocated)
-    categories = _categories(watch, blocks, peaks[peak_phase].event)
-    return FakeEstimate(
-        peak_bytes=sum(categories.values()), peak_phase=peak_phase, categories=categories, memory=memory
-    )
-
-
-def _categories(
-    watch: fake_memory.FakeMemory, blocks: dict[int, tuple[int, int]], at: int
-) -> dict[MemoryCategory, int]:
     alive: set[int] = set()
-    for event in watch.events[: at + 1]:
+    for event in watch.events[: peaks[peak_phase].event + 1]:
         if event >= 0:
             alive.add(event)
         else:
             alive.remove(~event)
+    held = {index: blocks[index][1] for index in alive if watch.allocations[index].on_device}
     categories: Counter[MemoryCategory] = Counter()
-    for index in alive:
+    for index, given in held.items():
         allocation = watch.allocations[index]
-        if allocation.on_device:
-            categories[allocation.category] += allocation.nbytes
-            categories["rounding"] += blocks[index][1] - allocation.nbytes
-    return dict(categories)
+        categories[allocation.category] += allocation.nbytes
+        categories["rounding"] += given - allocation.nbytes
+    estimate = FakeEstimate(
+        peak_bytes=sum(categories.values()), peak_phase=peak_phase, categories=dict(categories), memory=memory
+    )
+    return estimate, held
 
 
 _CPU = torch.device("cpu")
@@ -401,6 +401,7 @@ def watch_module_step(
     steps: int = STEPS_BEFORE + 1,
     module: Callable[[], UserModule] | None = None,
     tell: Tell = lambda _: None,
+    describes: bool = False,
 ) -> WatchedModule:
     """Make and run `steps` steps on fake tensors. Raises InputError for compiled steps, for steps of the user's own,
     and for operators that depend on data.
@@ -430,7 +431,7 @@ def watch_module_step(
     tell(Stage(name=f"{type(user_module.module).__name__}: {parameters:,} parameters", lasts=True))
     tell(Stage(name="running a step on fake tensors"))
     resized = None if by_argument else batch_size
-    return watch_module(user_module, workload, device_type, batch_size=resized, steps=steps)
+    return watch_module(user_module, workload, device_type, batch_size=resized, steps=steps, describes=describes)
 
 
 def _loaded(workload: FactoryWorkload, arguments: Mapping[str, Any]) -> UserModule:
@@ -452,12 +453,16 @@ def watch_module(
     *,
     batch_size: int | None = None,
     steps: int = STEPS_BEFORE + 1,
+    describes: bool = False,
 ) -> WatchedModule:
-    """Run the step of a real module. Afterwards the module has fake parameters."""
+    """Run the step of a real module. Afterwards the module has fake parameters. describes: whether its allocations get
+    names and shapes."""
     if workload.projections == "joint":  # without the trial of its numbers, which fake tensors have not
         join_projections(user_module.module)
     watch = fake_memory.FakeMemoryOfOwn(
-        name=user_module.name, workspace_bytes=WORKSPACE_BYTES if device_type == "cuda" else 0
+        name=user_module.name,
+        workspace_bytes=WORKSPACE_BYTES if device_type == "cuda" else 0,
+        describes=describes,
     )
     with contextlib.ExitStack() as modes:
         modes.enter_context(fake_memory.without_tracebacks())
@@ -680,6 +685,8 @@ class FakePredictor:
         device_type: DeviceType,
         module: Callable[[], UserModule] | None,
         tell: Tell = lambda _: None,
+        *,
+        describes: bool = False,
     ) -> None:
         self._module, self._tell = module, tell
         self.expected = 0
@@ -695,10 +702,10 @@ class FakePredictor:
             begun_s = time.perf_counter()
             tell(stage)
 
-        self._first = self._run(workload, tell=told)
+        self.first = self._run(workload, tell=told, describes=describes)
         self._seconds.append(time.perf_counter() - begun_s)
-        self.workload = self._first.workload
-        self.estimate = self._estimate(self._first)
+        self.workload = self.first.workload
+        self.estimate = self._estimate(self.first)
         assert self.estimate.unseen is not None
         self._unseen = self.estimate.unseen
 
@@ -709,7 +716,7 @@ class FakePredictor:
         return self._runs(self._variant(workload), budget)
 
     def fails_in(self, budget: Budget) -> str | None:
-        return self._fails_in(self._first, budget)
+        return self._fails_in(self.first, budget)
 
     def kept_free(self, budget: Budget) -> int:
         return self._unseen.kept_free(budget)
@@ -731,12 +738,10 @@ class FakePredictor:
         workload: FactoryWorkload,
         batch: int | None = None,
         steps: int = STEPS_BEFORE + 1,
-        tell: Tell = lambda _: None,
+        **how: Any,
     ) -> WatchedModule:
         """The steps of a variant. Raises InputError where it cannot be made."""
-        return watch_module_step(
-            workload, self._device_type, batch_size=batch, steps=steps, module=self._module, tell=tell
-        )
+        return watch_module_step(workload, self._device_type, batch_size=batch, steps=steps, module=self._module, **how)
 
     def _allocator(self, limit: int | None = None) -> Allocator:
         # On a CPU each request gets exactly the bytes that it asks for.
@@ -846,7 +851,7 @@ class FakePredictor:
         is run, and must ask the allocator what was scaled; None where that fails with programs of three sizes, too."""
         programs: dict[int, Program] = {}
         for units in (max(1, first // 2), first):
-            watched = self._first if units == first and self._first.alike else of(units)
+            watched = self.first if units == first and self.first.alike else of(units)
             if watched is None:
                 return None
             programs[units] = watched.program(STEPS_BEFORE)

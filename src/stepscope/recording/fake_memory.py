@@ -10,6 +10,7 @@ accumulators of fused attention's. CuBLAS' workspace is counted once for forward
 
 import contextlib
 import contextvars
+import functools
 import logging
 import math
 import sys
@@ -106,6 +107,11 @@ class FakeAllocation:
     category: MemoryCategory = "temporaries"
     on_device: bool = True
     live: bool = True
+    name: str = ""
+    """Where tensors are described: that of a parameter or a state, or the line of the user's code, and so are the next;
+    empty where no name and no line is known."""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +144,11 @@ class FakeMemory(TorchDispatchMode):
     events: i for the allocation of allocations[i], ~i (which is -i - 1) for its release, in their order.
     """
 
-    def __init__(self, *, workspace_bytes: int = 0) -> None:
-        """workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices."""
+    def __init__(self, *, workspace_bytes: int = 0, describes: bool = False) -> None:
+        """workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices. describes: whether each
+        allocation gets its shape, its dtype and a name, which takes time."""
         super().__init__()
+        self._describes = describes
         self.allocations: list[FakeAllocation] = []
         self.events: list[int] = []
         self.phases: list[FakePhase] = []
@@ -190,14 +198,18 @@ class FakeMemory(TorchDispatchMode):
         self._index.clear()
         self._references.clear()
 
-    def label(self, tensors: Iterable[Tensor], category: MemoryCategory, *, on_device: bool = True) -> None:
-        """Name the category of live tensors. Those that are not on the device belong to the host, and count nowhere."""
+    def label(
+        self, tensors: Iterable[Tensor], category: MemoryCategory, *, on_device: bool = True, name: str = ""
+    ) -> None:
+        """Set the category of live tensors, and their name. Those that are not on the device belong to the host, and
+        count nowhere."""
         for tensor in _parts(tensors):
             index = self._index.get(tensor.untyped_storage()._cdata)
             if index is None:
                 continue
             self.allocations[index].category = category
             self.allocations[index].on_device = on_device
+            self.allocations[index].name = name
             if isinstance(tensor, nn.Parameter):
                 self._weights.add(index)
 
@@ -265,6 +277,10 @@ class FakeMemory(TorchDispatchMode):
         if key in self._index:
             return None
         index = self._allocate(max(storage.nbytes(), at_least), func)
+        if self._describes:
+            made = self.allocations[index]
+            made.shape, made.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            made.name = users_line()
         self._index[key] = index
         self._references[key] = weakref.ref(storage, lambda _: self._release(key))
         return index
@@ -593,14 +609,17 @@ _OF_BITSANDBYTES = (
 _KNOWN = frozenset({*SCALED_PRODUCTS, *SCALED_CASTS, *(f"bitsandbytes::{name}" for name in _OF_BITSANDBYTES)})
 """Operators that are not PyTorch's, and whose kernels take no memory."""
 _GROUPED = torch.ops.aten._grouped_mm.default
-_HOUSES = tuple(str(Path(file).parent) for file in (torch.__file__, sys.modules["stepscope"].__file__ or ""))
+_HOUSES = (
+    *(str(Path(file).parent) for file in (torch.__file__, sys.modules["stepscope"].__file__ or "")),
+    contextlib.__file__,
+)
 
 
 class FakeMemoryOfOwn(FakeMemory):
     """FakeMemory for any step, to be entered inside a FakeTensorMode that takes real tensors. name: in messages."""
 
-    def __init__(self, *, name: str, workspace_bytes: int = 0) -> None:
-        super().__init__(workspace_bytes=workspace_bytes)
+    def __init__(self, *, name: str, workspace_bytes: int = 0, describes: bool = False) -> None:
+        super().__init__(workspace_bytes=workspace_bytes, describes=describes)
         self._name = name
         self.sums = {}
         self.at_most: Counter[str] = Counter()
@@ -691,7 +710,8 @@ class FakeMemoryOfOwn(FakeMemory):
         return largest
 
     def _refused(self, func: Any, why: str) -> InputError:
-        return InputError(f"{self._name} cannot be predicted: {func}{_where()} {why}")
+        line = users_line()
+        return InputError(f"{self._name} cannot be predicted: {func}{line and f' ({line})'} {why}")
 
 
 def _grouped(
@@ -759,10 +779,14 @@ def _whole(indices: list[Tensor | None]) -> Iterator[Tensor | None]:
             yield from (torch.empty(index.numel(), dtype=torch.int64) for _ in range(index.dim()))
 
 
-def _where() -> str:
-    """The line of the user's code that is running, in brackets; empty if none is found."""
+def users_line() -> str:
+    """The line of the user's code that is running, as file:line; empty if none is found."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
-        file = frame.f_code.co_filename
-        if Path(file).is_file() and not file.startswith(_HOUSES):
-            return f" ({Path(file).name}:{line})"
+        if _is_users(frame.f_code.co_filename):
+            return f"{Path(frame.f_code.co_filename).name}:{line}"
     return ""
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    return Path(file).is_file() and not file.startswith(_HOUSES)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from stepscope.allocations.prediction.estimate import KeptTensor, MemoryEstimate, estimate, kept_by_block
+from stepscope.allocations.prediction.estimate import HeldTensor, KeptTensor, MemoryEstimate, estimate, kept_by_block
 from stepscope.allocations.prediction.fit import (
     GRAPH_SAFETY,
     MOST_GPUS,
@@ -603,6 +603,32 @@ def answer_tensors(workload: TextbookWorkload, kept: Sequence[KeptTensor]) -> An
     notes = as_lines(again) if workload.checkpointing != "none" else ()
     table = table_of(*columns, rows=rows, rules=(len(kept),), notes=notes)
     return _answer("What does a block keep for backward?", workload, [_by_name(workload, kept), table])
+
+
+def answer_held(fit: Fit[FakeEstimate], held: Sequence[HeldTensor]) -> Answer:
+    """The Answer on the tensors of a user's step that are alive at its peak, the largest first."""
+    shown = [each for each in held if each.total_bytes >= _LEAST_SHOWN * fit.peak_bytes]
+    rows: list[tuple[Cell, ...]] = []
+    for each in shown:
+        shape = f"{each.dtype}[{', '.join(map(str, each.shape))}]" if each.dtype else ""
+        rows.append((each.category, each.name, shape, each.count, each.total_bytes))
+    if left := held[len(shown) :]:
+        rows.append(("smaller ones", "", "", sum(each.count for each in left), sum(each.total_bytes for each in left)))
+    rows.append(("together", "", "", sum(each.count for each in held), fit.peak_bytes))
+    columns = (
+        f"at the peak ({fit.estimate.peak_phase})",
+        ("tensor", TEXT),
+        ("shape", TEXT),
+        ("times", ","),
+        ("memory", "B"),
+    )
+    table = table_of(*columns, rows=rows, rules=(len(rows) - 1,))
+    lead = text(Line(f"{peak_in_words(fit)}.", "strong"), *_doubts(fit))
+    return _answer("What does the step hold at its peak?", fit.workload, [lead, table])
+
+
+_LEAST_SHOWN = 0.002
+"""Share of the peak from which tensors that are alike have a row of their own."""
 
 
 def _multiplied(sizes: Sequence[int], itemsize: int) -> str:

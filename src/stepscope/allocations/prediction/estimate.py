@@ -620,6 +620,21 @@ class KeptTensor(msgspec.Struct, frozen=True, kw_only=True):
         return self.count * self.bytes_each
 
 
+class HeldTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensors of a user's step that are alike and alive at its peak."""
+
+    category: MemoryCategory
+    name: str
+    """That of a parameter, or the operator that made it and the line that called it; numbers in it are `*`."""
+    shape: tuple[int, ...]
+    dtype: str
+    bytes_each: int
+    """Bytes that were asked for."""
+    count: int = 1
+    total_bytes: int
+    """Bytes that the allocator gives all of them."""
+
+
 def kept_by_block(workload: TextbookWorkload) -> tuple[KeptTensor, ...]:
     """Everything that a block keeps, the largest first; its input is counted with it, its output with the next.
 

@@ -332,7 +332,13 @@ FailIfLarger = Annotated[
     int | None,
     Option("Leave with code 1 where a peak is larger, as in 22GiB.", BUDGET, takes=parse_bytes, metavar="SIZE"),
 ]
-Tensors = Annotated[bool, Option("List what a block keeps for backward, with the arithmetic of each size.")]
+Tensors = Annotated[
+    bool,
+    Option(
+        "List what a block keeps for backward, with each size's arithmetic; of your own model, what its step holds at "
+        "the peak."
+    ),
+]
 Sweep = Annotated[bool, Option("The largest batch and the longest sequence that fit, by model: several, or all.")]
 Fake = Annotated[bool, Option("Predict a second time, by running the step on PyTorch's fake tensors.")]
 Against = Annotated[tuple[Path, ...], Option("Compare with the measured runs in this folder.", metavar="DIR")]
@@ -431,7 +437,7 @@ def command(
         _refuse_plot(save)
         shown.show(_moments(steps, parallel, ranks or 2))
         return
-    if mode is not None and steps[0].sizes is None:
+    if mode in ("--sweep", "--fake") and steps[0].sizes is None:
         raise InputError(f"{mode} is for the textbook's model: leave it out; a step of your own runs on fakes")
     if mode is not None and len(steps) > 1:
         raise InputError(f"{mode} looks at one step, and these options name {len(steps)}: give each one value")
@@ -441,7 +447,7 @@ def command(
         return
     _refuse_plot(save)
     step = steps[0]
-    if tensors and isinstance(step, TextbookWorkload):
+    if tensors:
         _list_tensors(step, shown)
         return
     second = None
@@ -759,7 +765,11 @@ def _keep(fits: "Sequence[AnyFit]", runs: Path) -> None:
         warn(fault)
 
 
-def _list_tensors(workload: TextbookWorkload, shown: Presentation) -> None:
+def _list_tensors(workload: Workload, shown: Presentation) -> None:
+    if isinstance(workload, FactoryWorkload):
+        _list_held(workload, shown)
+        return
+    assert isinstance(workload, TextbookWorkload)
     if workload.phase == "forward":
         raise InputError("inference keeps nothing for backward: --tensors needs --phase train or forward-backward")
     from stepscope.allocations.prediction.answer import answer_tensors
@@ -771,6 +781,15 @@ def _list_tensors(workload: TextbookWorkload, shown: Presentation) -> None:
         for tensor in kept
     ]
     shown.show(answer_tensors(workload, kept), document=lambda: json_document(rows))
+
+
+def _list_held(workload: FactoryWorkload, shown: Presentation) -> None:
+    from stepscope.allocations.prediction.answer import answer_held
+    from stepscope.questions.fit_apart import held_apart
+
+    with patient_progress() as tell:
+        held = held_apart(workload, tell)
+    shown.show(answer_held(held.fit, held.tensors), document=lambda: json_document(held.tensors))
 
 
 def _show_largest(workloads: list[TextbookWorkload], budget: "Budget", shown: Presentation) -> None:
