@@ -117,6 +117,16 @@ def pytest_collection_finish() -> None:
     _set_aside()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """A mode that a test leaves on, as a default device, changes what every later test of its process does."""
+    yield
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "_C") and (left := torch._C._len_torch_function_stack()):
+        modes = [torch._C._pop_torch_function_stack() for _ in range(left)]
+        pytest.fail(f"the test left modes of PyTorch's functions on: {modes}")
+
+
 def pytest_runtest_logfinish() -> None:
     # A test may be the first to load a large library, as torch's compiler is.
     if len(sys.modules) >= _MODULES_SET_ASIDE + _MANY_MODULES:
