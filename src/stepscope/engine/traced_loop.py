@@ -681,9 +681,8 @@ class TracedPredictor(FakePredictor):
         step: Any = workload  # of the loop, which no factory makes
         super().__init__(step, "cuda", None, tell)
 
-    def _run(
-        self, workload: Any, batch: int | None = None, steps: int = _STEPS, tell: Tell = lambda _: None
-    ) -> WatchedModule:
+    def _run(self, workload: Any, batch: int | None = None, steps: int = _STEPS, **how: Any) -> WatchedModule:
+        del how  # nothing is run: there are no stages to tell of, and tensors have no descriptions
         return self._sized(workload, self._sizes[0] if batch is None else batch, self._sizes[1], steps)
 
     def _sized(self, workload: Any, batch_size: int, seq_len: int | None, steps: int = STEPS_BEFORE) -> WatchedModule:
