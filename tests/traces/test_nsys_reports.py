@@ -1,7 +1,10 @@
 """Reports of Nsight Systems, which its own nsys must export first."""
 
+import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,37 @@ def test_messages_about_a_report_name_the_report(tmp_path: Path, monkeypatch: py
     assert "not an export of Nsight Systems" in refused(report)
     write_sqlite(nsys_tables(one_step()), tmp_path / "whole.sqlite").replace(export)
     assert read_trace(report).work.height == 2
+
+
+def test_what_a_killed_reader_leaves_is_deleted_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And not what one that lives still reads."""
+    temporary, nsys, report = tmp_path / "temporary", tmp_path / "nsys", tmp_path / "report.nsys-rep"
+    export, ready = write_sqlite(nsys_tables(one_step()), tmp_path / "whole.sqlite"), tmp_path / "ready"
+    nsys.write_text(f'#!/bin/sh\ncp "{export}" "$7"\n')
+    nsys.chmod(0o755)
+    report.write_bytes(b"NSYS")
+    temporary.mkdir()
+    reading = (
+        "import pathlib, sys, time; from stepscope.traces.readers.nsys import exported\n"
+        "with exported(pathlib.Path(sys.argv[1])): pathlib.Path(sys.argv[2]).touch(); time.sleep(60)"
+    )
+    monkeypatch.setenv("STEPSCOPE_NSYS", str(nsys))
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    reader = subprocess.Popen([sys.executable, "-c", reading, report, ready], env=environment)
+    try:
+        while not ready.exists():
+            assert reader.poll() is None
+            time.sleep(0.01)
+        (left,) = temporary.iterdir()
+        assert read_trace(report).work.height == 2
+        assert [*temporary.iterdir()] == [left]
+    finally:
+        reader.kill()
+        reader.wait()
+    assert (left / "capture.sqlite").is_file()
+    assert read_trace(report).work.height == 2
+    assert not [*temporary.iterdir()]
 
 
 @pytest.mark.nsys

@@ -6,6 +6,7 @@ globalTid without the lowest 24 bits; names are ids into StringIds.
 
 import contextlib
 import copy
+import fcntl
 import gzip
 import itertools
 import os
@@ -369,7 +370,7 @@ def operators_apart(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     )
 
 
-# An SQLite export that gzip compressed, unpacked into a temporary file: SQLite reads pages in any order.
+# An export that is made for reading alone: unpacked, since SQLite reads pages in any order, or exported by nsys.
 
 
 SQLITE = b"SQLite format 3\x00"
@@ -378,11 +379,46 @@ _BLOCK_BYTES = 4 << 20
 _KEPT_FREE_BYTES = 64 << 20
 
 
+_EXPORTS = "stepscope-export-"
+
+
+@contextmanager
+def _export_folder() -> Generator[Path]:
+    """A temporary folder that is deleted at the end or, where this process is killed, by the next that makes one.
+
+    The lock on a folder ends with the process that has it, however that ends.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_EXPORTS}*"):
+        with contextlib.suppress(OSError), _opened(left) as folder:  # not another user's
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(folder).st_uid == os.geteuid():
+                shutil.rmtree(left, ignore_errors=True)
+    with contextlib.ExitStack() as at_the_end:
+        while True:
+            name = tempfile.mkdtemp(prefix=_EXPORTS)
+            at_the_end.callback(shutil.rmtree, name, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another process took it for one that was left behind
+                fcntl.flock(at_the_end.enter_context(_opened(name)), fcntl.LOCK_EX)
+                if Path(name).exists():
+                    break
+        yield Path(name)
+
+
+@contextmanager
+def _opened(folder: Path | str) -> Generator[int]:
+    """The descriptor of a folder, and not of a link to one."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 @contextmanager
 def unpacked(path: Path) -> Generator[Path]:
     """The unpacked file, which is deleted at the end. Raises InputError where it is damaged or takes too much room."""
-    with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
-        target = Path(folder, "capture.sqlite")
+    with _export_folder() as folder:
+        target = folder / "capture.sqlite"
         packed_bytes, written = path.stat().st_size, 0
 
         def block_of(source: gzip.GzipFile) -> bytes:
@@ -474,8 +510,8 @@ def exported(path: Path) -> Generator[Path]:
         )
     if nsys is None:
         raise InputError(f"{path}: reading a report needs nsys for its export: {how_to_get_nsys()}")
-    with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
-        copy, report, sqlite = (Path(folder, f"capture{suffix}") for suffix in (".qdstrm", ".nsys-rep", ".sqlite"))
+    with _export_folder() as folder:
+        copy, report, sqlite = (folder / f"capture{suffix}" for suffix in (".qdstrm", ".nsys-rep", ".sqlite"))
         shutil.copyfile(path, copy if raw else report)
         try:
             if importer is not None:
