@@ -700,7 +700,7 @@ def replace_parts(
     of the state dict stay the same.
     The loss is that of a causal language model of Hugging Face's, which gets labels: in training it then returns its
     loss alone, without logits. attention: flash, sdpa or another of stepscope's, where transformers' models call SDPA
-    and need no mask; projections: joint, linear layers of one input as one product. `restore` leaves these two.
+    or eager attention; projections: joint, linear layers of one input as one product. `restore` leaves these two.
 
     Raises InputError where the kernels do not run on the model's device, and where the model has no module of what was
     asked for; GateFailure where a function of your own is wrong.

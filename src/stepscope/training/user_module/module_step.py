@@ -25,7 +25,7 @@ from stepscope.core.workloads import Workload
 from stepscope.kernels.parts.projections import lie_together
 from stepscope.recording.step import Phase
 from stepscope.training.attention import implementation
-from stepscope.training.attention.pytorch import calls_seen, swap_attention
+from stepscope.training.attention.pytorch import calls_held, swap_attention
 from stepscope.training.checkpointing import OUTPUTS_KEPT_OF_ANY, KeptCalls, checkpointed
 from stepscope.training.optimizer import updated_by
 from stepscope.training.parts.replaced import join_projections, joined, replace_in
@@ -534,11 +534,11 @@ def swapped(user_module: UserModule, choices: Workload) -> UserModule:
     own = _gradients_of(user_module)
     for what, swap in _swaps(user_module.module, choices).items():
         undo = swap()
-        calls_seen()
         try:
-            _hold(user_module, own, what)
-            taken, why_not = calls_seen()
-            if what.startswith("attention") and not taken:
+            with calls_held() as calls:
+                _hold(user_module, own, what)
+            if what.startswith("attention") and not any(not why_not for _, why_not in calls):
+                why_not = next((why for _, why in calls), "it calls none by transformers' interface")
                 raise InputError(f"{what} takes no call of {user_module.name}: {why_not}; leave out --attention")
         except InputError:
             undo()
