@@ -209,6 +209,8 @@ def _here(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any,
         names_gpu = isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
         return torch.device("cpu") if names_gpu else value
 
+    if func is torch.device:  # which may have an index beside the name
+        return place, (func(*args, **kwargs),), {}
     if func is Tensor.cuda:
         return Tensor.to, (args[0], torch.device("cpu")), {}
     return func, tuple(map(place, args)), {key: place(value) for key, value in kwargs.items()}
