@@ -79,6 +79,7 @@ class AsOnCuda(TorchFunctionMode):
             for module in modules:
                 undo.callback(module.register_forward_pre_hook(enter).remove)
                 undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+            undo.callback(lambda: [leave() for _ in range(len(entered))])  # PyTorch calls no hook after a Ctrl-C
             undo.callback(setattr, torch.autograd, "_engine_run_backward", run_engine)
             torch.autograd._engine_run_backward = run_inside  # type: ignore[attr-defined]
             yield
