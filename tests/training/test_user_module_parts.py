@@ -25,7 +25,7 @@ from stepscope.runs.answer import answer_run
 from stepscope.runs.checks import check_run
 from stepscope.training.attention import implementation
 from stepscope.training.attention.pytorch import calls_held, swap_attention
-from stepscope.training.parts.replaced import join_projections, joined
+from stepscope.training.parts.replaced import join_projections, joined, replace_parts
 from stepscope.training.user_module.loading import make_user_step
 from stepscope.training.user_module.module_step import ModuleStep
 from tests.command import stepscope
@@ -333,6 +333,35 @@ def test_joint_projections_and_another_attention_train_a_user_s_model_alike(tmp_
     q, k = first.q_proj.weight, first.k_proj.weight
     assert k.data_ptr() == q.data_ptr() + q.nbytes, "one product reads them"
     assert not first.q_proj.joint.apart
+    assert [str(one) for one in swapped.found] == [
+        "attention sdpa: 2 LlamaAttention replaced",
+        "projections joint: 2 LlamaAttention replaced",
+        "projections joint: 2 LlamaMLP replaced",
+    ]
+
+
+def test_restore_takes_back_all_that_was_replaced_and_a_refusal_leaves_nothing(tmp_path: Path):
+    model: Any = own_llama(tmp_path).user_module.module
+    before = [(type(module), [*vars(module)]) for module in model.modules()]
+    whole = replace_parts(model, norm="fused", loss="fused", attention="reference", projections="joint")
+    assert {one.part for one in whole.replaced} == {"norm", "loss", "attention", "projections"}
+    assert model.config._attn_implementation == "stepscope-reference"
+    for _ in range(2):
+        whole.restore()
+        assert [(type(module), [*vars(module)]) for module in model.modules()] == before
+        assert model.config._attn_implementation == "sdpa"
+    for block in model.model.layers:  # nothing is joint then
+        for layer in (block.self_attn.k_proj, block.mlp.up_proj):
+            layer.register_forward_hook(lambda *_: None)
+    hooked = [(type(module), [*vars(module)]) for module in model.modules()]
+    for choices in (
+        {"norm": "fused", "attention": "reference", "projections": "joint"},
+        {"norm": "fused", "mlp": "quack"},
+    ):
+        with pytest.raises(InputError, match=r"LlamaAttention: one has hooks; LlamaMLP: one has hooks|quack"):
+            replace_parts(model, **choices)
+        assert [(type(module), [*vars(module)]) for module in model.modules()] == hooked
+        assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_padded_batch_keeps_the_mask_that_transformers_makes(tmp_path: Path):

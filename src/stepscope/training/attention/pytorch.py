@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.core.errors import InputError
-from stepscope.core.parts import ATTENTIONS
+from stepscope.core.parts import ATTENTIONS, PartFound
 from stepscope.kernels.operators import as_autocast
 from stepscope.training.attention import AttentionFunction
 from stepscope.training.attention.written_out import for_all_heads, fully_masked_queries, hidden_scores, with_zeros
@@ -410,3 +410,15 @@ def calls_held() -> Iterator[Counter[tuple[str, str]]]:
     finally:
         counts.update(_CALL.seen.values())
         _CALL.seen, _CALL.judged = {}, False
+
+
+def attention_found(model: nn.Module, name: str, calls: Mapping[tuple[str, str], int] | None = None) -> list[PartFound]:
+    """The modules whose attention is that of this name, and those that kept their own, as their calls were counted.
+    Before any call, those that look for it by transformers' interface."""
+    if calls is None:
+        forwards = ((type(each).__name__, inspect.unwrap(type(each).forward)) for each in model.modules())
+        calls = Counter((kind, "") for kind, each in forwards if "ALL_ATTENTION_FUNCTIONS" in each.__code__.co_names)
+    return [
+        PartFound(part="attention", kernels=name, type=kind, modules=count, replaced=not why, why=why)
+        for (kind, why), count in calls.items()
+    ]
