@@ -19,6 +19,10 @@ _CHECKED = 1 << 17
 they come from the stack of a thread."""
 
 
+_AT_ONCE = 1 << 18
+"""The most moments that are looked up at once, to save memory and to stay in the processor's caches."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Scale:
     """Turns (track, time) into one sortable integer, by the span of time or by the rank of times."""
@@ -158,7 +162,11 @@ class Nest:
 
     def innermost(self, track: pl.Series, time_ns: pl.Series) -> pl.Series:
         """Row of the innermost interval that is open on that track at that moment (its end excluded), or null."""
-        return self.rows(self.innermost_position(track, time_ns))
+        if len(track) <= _AT_ONCE:
+            return self.rows(self.innermost_position(track, time_ns))
+        pieces = zip(*(column.to_frame().iter_slices(_AT_ONCE) for column in (track, time_ns)), strict=True)
+        found = [self.rows(self.innermost_position(*(one.to_series() for one in piece))) for piece in pieces]
+        return pl.concat(found, rechunk=True)
 
     def rows(self, positions: pl.Series) -> pl.Series:
         """The rows of the intervals at these positions."""

@@ -374,40 +374,49 @@ def _by_external_ids(rows: pl.DataFrame, calls: pl.DataFrame, launch_rows: pl.Se
 
 
 def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Series:
-    """Row of the call behind each row of work, or null: a binary search in the sorted keys, for the memory's sake."""
+    """Row of the call behind each row of work, or null: by place or a binary search, for the memory's sake."""
     processes = {value: number for number, value in enumerate(calls["process"].unique().to_list())}
     low, high = calls["correlation"].min(), calls["correlation"].max()
     small = low is None or (cast("int", low) >= 0 and cast("int", high) < _FEW_IDS)
     ids = None if small else calls["correlation"].unique().sort()  # else their ranks stand for them
 
     def key(frame: pl.DataFrame) -> pl.Series:
-        number = frame["process"].replace_strict(processes, default=None, return_dtype=pl.Int64)
-        one = frame.select(pl.when(keyed).then(pl.col("correlation"))).to_series()
+        one = frame["correlation"]
+        if one.null_count() or cast("int", one.min() or 0) <= 0:
+            one = frame.select(pl.when(keyed).then(pl.col("correlation"))).to_series()
         if ids is not None:
             rank = ids.search_sorted(one.fill_null(0), side="left").cast(pl.Int64)
             known = ids.gather(rank.clip(upper_bound=len(ids) - 1)) == one
             one = pl.select(pl.when(known).then(rank)).to_series()
-        return number * _FEW_IDS + pl.select(pl.when(one.is_between(0, _FEW_IDS - 1)).then(one)).to_series()
+        if cast("int", one.min() or 0) < 0 or cast("int", one.max() or 0) >= _FEW_IDS:
+            one = pl.select(pl.when(one.is_between(0, _FEW_IDS - 1)).then(one)).to_series()
+        if frame.height and is_one_value(frame["process"]) and processes.get(frame.item(0, "process")) == 0:
+            return one
+        return frame["process"].replace_strict(processes, default=None, return_dtype=pl.Int64) * _FEW_IDS + one
 
-    records = pl.DataFrame({"key": key(calls)}).with_row_index("call").drop_nulls("key")
-    records = records if records["key"].is_sorted() else records.sort("key")
-    if (records["key"] == records["key"].shift(1)).any():
-        is_launch, start_ns = launches(calls["name"]), calls["start_ns"]
-        records = records.with_columns(
-            is_launch.gather(records["call"]).alias("launch"), start_ns.gather(records["call"])
-        )
-        records = records.sort("key", "launch", "start_ns").unique("key", keep="last", maintain_order=True)
-    wanted = key(work)
-    if not records.height:
+    keys, rows = key(calls), pl.int_range(calls.height, dtype=pl.UInt32, eager=True)
+    if keys.null_count():
+        rows = rows.filter(keys.is_not_null())
+        keys = keys.drop_nulls()
+    if not len(keys):
         return pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, work.height)
-    first, last = records["key"][0], records["key"][-1]
-    if last - first < _DENSE * records.height:  # a place for each id is found sooner than the id among the others
+    if not keys.is_sorted():
+        order = keys.arg_sort()
+        keys, rows = keys.gather(order), rows.gather(order)
+    if (keys == keys.shift(1)).any():
+        is_launch, start_ns = launches(calls["name"]).gather(rows), calls["start_ns"].gather(rows)
+        records = pl.DataFrame({"key": keys, "call": rows, "launch": is_launch, "start_ns": start_ns})
+        records = records.sort("key", "launch", "start_ns").unique("key", keep="last", maintain_order=True)
+        keys, rows = records["key"], records["call"]
+    wanted = key(work)
+    first, last = keys[0], keys[-1]
+    if last - first < _DENSE * len(keys):  # a place for each id is found sooner than the id among the others
         places = pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, last - first + 1)
-        places.scatter(records["key"] - first, records["call"])
-        return places.gather(wanted.set(~wanted.is_between(first, last), None) - first)
-    at = records["key"].search_sorted(wanted.fill_null(-1), side="left").clip(upper_bound=records.height - 1)
-    known_key = records["key"].gather(at) == wanted
-    return pl.select(pl.when(known_key).then(records["call"].gather(at))).to_series()
+        places.scatter(keys - first, rows)
+        inside = cast("int", wanted.min() or first) >= first and cast("int", wanted.max() or first) <= last
+        return places.gather((wanted if inside else wanted.set(~wanted.is_between(first, last), None)) - first)
+    at = keys.search_sorted(wanted.fill_null(-1), side="left").clip(upper_bound=len(keys) - 1)
+    return pl.select(pl.when(keys.gather(at) == wanted).then(rows.gather(at))).to_series()
 
 
 def _with_process(work: pl.DataFrame, records: pl.DataFrame, processes: pl.Series | None) -> pl.DataFrame:

@@ -6,6 +6,7 @@ globalTid without the lowest 24 bits; names are ids into StringIds.
 
 import contextlib
 import copy
+import ctypes
 import fcntl
 import gzip
 import itertools
@@ -452,7 +453,7 @@ def unpacked(path: Path) -> Generator[Path]:
 _PUSH_POP, _START_END = (59, 70), (60, 71)
 """Types of the events that are ranges, with plain and with extended payload."""
 _UNTIMED = "rows without a time"
-_OFTEN_ONE = ("device", "stream", "process", "external", "graph_node")
+_OFTEN_ONE = ("device", "stream", "process", "thread")
 _COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 _WORK_TABLES = {
     "CUPTI_ACTIVITY_KIND_KERNEL": "kernel",
@@ -662,40 +663,43 @@ class _Reader:
         if not texts:
             numbers.append("nameId")
         parts = [
-            frame.select(
-                _START,
-                _DURATION,
-                _PROCESS,
-                pl.col("globalTid").alias("thread"),
-                self._looked_up(frame, "nameId", CALLS).cast(pl.Categorical),
-                _number_of(frame, "correlationId").alias("correlation"),
-                pl.lit(None, pl.Int64).alias("external"),
+            _Part(
+                frame.select(
+                    _START,
+                    _DURATION,
+                    _PROCESS,
+                    pl.col("globalTid").alias("thread"),
+                    self._looked_up(frame, "nameId", CALLS).cast(pl.Categorical),
+                    _number_of(frame, "correlationId").alias("correlation"),
+                )
             )
             for frame in self._timed(table, numbers, texts, CALLS)
         ]
-        return _without_repetition(pl.concat([empty(CALL_SCHEMA), *parts], rechunk=True))
+        return _together(parts, CALL_SCHEMA)
 
     def _work(self) -> pl.DataFrame:
         parts = [
-            frame
+            part
             for table, kind in _WORK_TABLES.items()
             if self._has(table, "start", "end")
-            for frame in self._work_of(table, kind)
+            for part in self._work_of(table, kind)
         ]
-        return _without_repetition(pl.concat([empty(WORK_SCHEMA), *parts], how="diagonal", rechunk=True))
+        said = {name for part in parts for name in part.columns}
+        details = {name: dtype for name, dtype in DETAIL_SCHEMA.items() if name in said}
+        return _together(parts, pl.Schema({**WORK_SCHEMA, **details}))
 
-    def _work_of(self, table: str, kind: str) -> list[pl.DataFrame]:
+    def _work_of(self, table: str, kind: str) -> "list[_Part]":
         """The work of one table. Of names the best column is read alone; the others, too, where it lacks some."""
         names = [name for name in _NAMES if name in self._tables.columns(table)]
         counts = copy.deepcopy((self._other, self._damage))
         for some in (names[:1], names):
-            parts: list[pl.DataFrame] = []
+            parts: list[_Part] = []
             for frame in self._work_batches(table, some):
                 named = self._names_of_work(frame, kind, some, are_all=some == names)
                 if named is None:
                     self._other, self._damage = counts
                     break
-                parts.append(self._work_frame(frame, kind, named))
+                parts.append(_Part(self._work_frame(frame, kind, named)))
             else:
                 return parts
         raise AssertionError("the second reading has all names")
@@ -710,7 +714,6 @@ class _Reader:
             names.cast(pl.Categorical),
             _number_of(frame, "globalPid").alias("process"),
             _number_of(frame, "correlationId").alias("correlation"),
-            pl.lit(None, pl.Int64).alias("external"),
             _number_of(frame, "graphNodeId").alias("graph_node"),
             *detail_columns(frame),
         )
@@ -752,9 +755,9 @@ class _Reader:
     def _ranges(self) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Ranges of the user's, and operators that `emit_nvtx` wrote as ranges; what is neither is counted."""
         table, numbers = "NVTX_EVENTS", ["start", "end", "eventType", "globalTid"]
-        parts = [empty(RANGE_SCHEMA)], [empty(OPERATOR_SCHEMA)]
+        parts: tuple[list[_Part], list[_Part]] = [], []
         if not self._has(table, *numbers):
-            return parts[0][0], parts[1][0]
+            return empty(RANGE_SCHEMA), empty(OPERATOR_SCHEMA)
         if self._has(table, "textId"):
             numbers.append("textId")
         texts = ["text"] if self._has(table, "text") else []
@@ -770,8 +773,9 @@ class _Reader:
                 pl.col("eventType").is_in(_PUSH_POP).alias("nested"),
             )
             for part, rows in zip(parts, operators_apart(ranges), strict=True):
-                part.append(rows)
-        return pl.concat(parts[0], rechunk=True), pl.concat(parts[1], rechunk=True)
+                if rows.height:
+                    part.append(_Part(rows))
+        return _together(parts[0], RANGE_SCHEMA), _together(parts[1], OPERATOR_SCHEMA)
 
     def _names_of_ranges(self, frame: pl.DataFrame) -> pl.Series:
         name = pl.Series("name", [""], dtype=pl.Categorical()).new_from_index(0, frame.height)
@@ -824,19 +828,40 @@ def _decoded(column: pl.Series) -> pl.Series:
     return column.replace_strict(distinct, texts, return_dtype=pl.String).alias(column.name)
 
 
-def _without_repetition(frame: pl.DataFrame) -> pl.DataFrame:
-    """The frame with columns of one value held as that value: of a million rows, each saves 8 MB."""
-    ends = {
-        name: (frame[name].null_count(), frame[name].min(), frame[name].max())
-        for name in _OFTEN_ONE
-        if name in frame.columns
-    }
-    same = {
-        name: low
-        for name, (nulls, low, high) in ends.items()
-        if frame.height and (nulls == frame.height or (not nulls and low == high))
-    }
-    return frame.with_columns(pl.lit(value, pl.Int64).alias(name) for name, value in same.items())
+class _Part:
+    """Some rows of a table, column by column. A column of one value is held as that value."""
+
+    def __init__(self, frame: pl.DataFrame) -> None:
+        self.height = frame.height
+        self.columns: dict[str, pl.Series] = {}
+        for column in frame.get_columns():
+            ends = (column.min(), column.max()) if column.name in _OFTEN_ONE and not column.has_nulls() else (0, 1)
+            one = ends[0] == ends[1] or column.null_count() == frame.height
+            self.columns[column.name] = column.gather([0]) if one else column
+
+
+def _together(parts: list[_Part], schema: pl.Schema) -> pl.DataFrame:
+    """The rows of all parts, which are emptied: a column is held twice only while it is put together.
+
+    Columns of one value are held as that value: of a million rows, each saves 8 MB.
+    """
+    rows = pl.DataFrame(height=sum(part.height for part in parts))
+    constants: list[pl.Expr] = []
+    for name, dtype in schema.items():
+        nothing = pl.Series(name, [None], dtype=dtype)
+        pieces = [part.columns.pop(name, nothing) for part in parts]
+        values = pl.concat([nothing.clear(), *(piece for piece in pieces if len(piece) == 1)]).unique()
+        if len(values) == 1 and all(len(piece) == 1 for piece in pieces):
+            constants.append(pl.lit(values.item(), dtype).alias(name))
+            continue
+        whole = (
+            piece if len(piece) == part.height else piece.new_from_index(0, part.height)
+            for part, piece in zip(parts, pieces, strict=True)
+        )
+        rows = rows.with_columns(pl.concat([nothing.clear(), *whole], rechunk=True))
+    if give_back := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone, which keeps what ADBC freed
+        give_back(0)
+    return rows.with_columns(constants).select(schema.names())
 
 
 def _closed(ranges: pl.DataFrame, last_ns: int) -> pl.DataFrame:
