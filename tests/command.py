@@ -37,9 +37,12 @@ _IMPORTED = (
     "stepscope.app.cli.app", "stepscope.app.cli.questions", "stepscope.app.cli.study",
     *(
         f"stepscope.app.verbs.{verb}"
-        for verb in ("compare", "fit", "lookups", "memory", "plan", "report", "results", "run", "stored_runs", "trace")
+        for verb in (
+            "compare", "fit", "lookups", "memory", "plan", "report", "results", "run", "stored_runs", "trace", "watch",
+        )
     ),
-    "stepscope.engine.step", "stepscope.engine.sweep", "stepscope.engine.workload_options",
+    "stepscope.engine.step", "stepscope.engine.sweep", "stepscope.engine.watched_run",
+    "stepscope.engine.workload_options",
     "stepscope.allocations.prediction.answer", "stepscope.allocations.planning.answer",
     "stepscope.rendering.terminal", "stepscope.rendering.renderers.bars",
     "stepscope.rendering.pages.named", "stepscope.rendering.pages.html",
@@ -125,6 +128,10 @@ def _serve(requests: IO[str], answers: IO[str]) -> list[str]:
         with contextlib.suppress(ImportError):
             importlib.import_module("triton.runtime.interpreter")
             quicken()
+    # A watched loop is traced in its own precision alone; tests/engine/test_traced_loop.py has the others.
+    traced: Any = sys.modules.get("stepscope.engine.traced_loop")
+    if traced is not None:
+        traced.ENOUGH_S = 0.0
     for finalizer in list(weakref.finalize._registry):  # pyright: ignore[reportAttributeAccessIssue]
         finalizer.atexit = False  # what imports have made needs no tidying up in every child
     # Else the first collection of each child would copy every page that an import has made, and its end would, too.

@@ -25,6 +25,7 @@ from stepscope.core.evidence import Evidence, Saved, WatchedLoop
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import FactoryWorkload, UserModel
+from stepscope.engine import watched_run
 from stepscope.recording.compilation import reset_compilation
 from stepscope.recording.driven import step_habits
 from stepscope.runs.checks import check_run
@@ -45,6 +46,12 @@ HABITS = {
 def nothing_compiled_before() -> None:
     """In a process that has compiled, no operators are looked at; a test that ran before may have."""
     reset_compilation()
+
+
+@pytest.fixture(autouse=True)
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops are not traced for predictions, which takes longer than they do: tests/engine/test_traced_loop.py does."""
+    monkeypatch.setattr(watched_run, "keep_traced", lambda *_, **__: None)
 
 
 class Net(nn.Module):
