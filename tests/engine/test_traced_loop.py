@@ -1,5 +1,6 @@
 """Predictions for other sizes from a loop that was watched: they equal those of a factory of the same step."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ def watched(runs: Path, model: nn.Module, call: Callable[[], Any], steps: int = 
             optimizer.step()
             optimizer.zero_grad()
     assert watch.directory is not None and torch.equal(torch.get_rng_state(), before)
+    assert gc.get_freeze_count(), "what a script had set aside, as conftest.py has, stays so"
     return watch.directory
 
 

@@ -1,11 +1,13 @@
 """`fit` of what users bring: adapters, quantised weights, others' optimizers and attention."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepscope.allocations.prediction.fit import FakeEstimate
+from stepscope.core.errors import InputError
 from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine.fake_module import fit_module
 from tests.engine.ways_in import HEADS, LAYERS, VOCABULARY, WIDTH
@@ -104,3 +106,16 @@ def test_flex_attention_keeps_what_another_fused_kernel_keeps_and_its_mask():
     assert other.memory.backward_peak is not None
     assert fused.memory.backward_peak is not None
     assert other.memory.backward_peak - fused.memory.backward_peak > scores
+
+
+@pytest.mark.parametrize("name", ["bitsandbytes.AdamW8bit", "torchao.AdamW4bit"])
+def test_optimizers_of_libraries_are_taken_by_name_where_they_are_installed(name: str):
+    """By name, one holds what a factory's own of that class does."""
+    library, _, kind = name.partition(".")
+    named = FactoryWorkload(factory=f"{FACTORIES}:plain", model=UserModel(name=""), optimizer=name)
+    if importlib.util.find_spec(library) is None:
+        with pytest.raises(InputError, match=f"not installed: pip install -U {library}$"):
+            fit_module(named, [], search=False)
+        return
+    (found,) = fit_module(named, [], search=False)
+    assert found.estimate.categories == estimate("updated", name=kind, library=library).categories

@@ -1,6 +1,7 @@
 """Steps that users bring to `fit`: adapters on frozen and quantised weights, blocks that checkpoint themselves, others'
 optimizers and attention. `python -m tests.engine.ways_in FILE` measures each on a GPU."""
 
+import importlib
 import warnings
 from typing import Any
 
@@ -145,12 +146,16 @@ def packed() -> tuple[nn.Module, Tensor]:
     return Model(Packed).bfloat16(), tokens()
 
 
-def updated(name: str) -> tuple[nn.Module, Tensor, None, torch.optim.Optimizer]:
-    """A model with an optimizer of bitsandbytes."""
-    import bitsandbytes  # pyright: ignore[reportMissingImports]
+def plain() -> tuple[nn.Module, Tensor]:
+    """A model whose optimizer an option chooses."""
+    return Model(), tokens()
 
-    model = Model()
-    return model, tokens(), None, getattr(bitsandbytes.optim, name)(model.parameters())
+
+def updated(name: str, library: str = "bitsandbytes") -> tuple[nn.Module, Tensor, None, torch.optim.Optimizer]:
+    """The same model with another library's optimizer."""
+    optim = importlib.import_module(f"{library}.optim")
+    model, batch = plain()
+    return model, batch, None, getattr(optim, name)(model.parameters())
 
 
 attend_flexibly = torch.compile(flex_attention)

@@ -194,6 +194,19 @@ def test_recomputation_does_not_break_it(reentrant: bool):
         assert parameter.grad is not None and gradient is not None and torch.equal(parameter.grad, gradient)
 
 
+class Interrupted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_in_a_module_leaves_no_range_open():
+    recorder = Recorder()
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Interrupted()))
+    with pytest.raises(KeyboardInterrupt), ranges.emitted_to(recorder), ranges.detailed(model):
+        model(torch.ones(2, 4))
+    assert recorder.pushed[-1] == ("0", "0.1") and not recorder.open
+
+
 def test_ranges_on_two_threads_do_not_meet():
     recorder = ThreadedRecorder()
     both = threading.Barrier(2, timeout=60)

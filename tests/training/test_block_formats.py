@@ -78,6 +78,15 @@ def test_the_standard_scales_a_subnormal_largest_by_its_least_power():
     assert block("mxfp4", 2.0**-130) == [0]
 
 
+@pytest.mark.parametrize("name", [name for name, form in BLOCK_FORMATS.items() if not form.tensor_scale])
+def test_a_loss_scale_changes_no_number_of_a_block(name: str):
+    """A power of two moves the block's scale by itself: `study scaling` has nothing to say of these formats."""
+    values = torch.randn(40, 200, generator=torch.Generator().manual_seed(0)) * 1e-6
+    assert torch.equal(
+        round_blocks(values * 2.0**16, BLOCK_FORMATS[name]), round_blocks(values, BLOCK_FORMATS[name]) * 2.0**16
+    )
+
+
 def test_squares_of_a_weight_are_the_same_turned():
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     for name in ("nvfp4-square", "fp8-block"):

@@ -23,7 +23,9 @@ from stepscope.recording.driven import step_flops
 from stepscope.recording.step import drive
 from stepscope.runs.answer import answer_run
 from stepscope.runs.checks import check_run
-from stepscope.training.parts.replaced import join_projections, joined
+from stepscope.training.attention import implementation
+from stepscope.training.attention.pytorch import calls_held, swap_attention
+from stepscope.training.parts.replaced import join_projections, joined, replace_parts
 from stepscope.training.user_module.loading import make_user_step
 from stepscope.training.user_module.module_step import ModuleStep
 from tests.command import stepscope
@@ -293,11 +295,11 @@ SWAPPED = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-def make(dropout=0.0, attention="sdpa"):
+def make(dropout=0.0):
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
                  num_key_value_heads=2, attention_dropout=dropout, use_cache=False, attention_bias=True)
     config = LlamaConfig(**sizes)
-    config._attn_implementation = attention
+    config._attn_implementation = "sdpa"
     ids = torch.randint(64, (2, 12))
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 """
@@ -331,6 +333,35 @@ def test_joint_projections_and_another_attention_train_a_user_s_model_alike(tmp_
     q, k = first.q_proj.weight, first.k_proj.weight
     assert k.data_ptr() == q.data_ptr() + q.nbytes, "one product reads them"
     assert not first.q_proj.joint.apart
+    assert [str(one) for one in swapped.found] == [
+        "attention sdpa: 2 LlamaAttention replaced",
+        "projections joint: 2 LlamaAttention replaced",
+        "projections joint: 2 LlamaMLP replaced",
+    ]
+
+
+def test_restore_takes_back_all_that_was_replaced_and_a_refusal_leaves_nothing(tmp_path: Path):
+    model: Any = own_llama(tmp_path).user_module.module
+    before = [(type(module), [*vars(module)]) for module in model.modules()]
+    whole = replace_parts(model, norm="fused", loss="fused", attention="reference", projections="joint")
+    assert {one.part for one in whole.replaced} == {"norm", "loss", "attention", "projections"}
+    assert model.config._attn_implementation == "stepscope-reference"
+    for _ in range(2):
+        whole.restore()
+        assert [(type(module), [*vars(module)]) for module in model.modules()] == before
+        assert model.config._attn_implementation == "sdpa"
+    for block in model.model.layers:  # nothing is joint then
+        for layer in (block.self_attn.k_proj, block.mlp.up_proj):
+            layer.register_forward_hook(lambda *_: None)
+    hooked = [(type(module), [*vars(module)]) for module in model.modules()]
+    for choices in (
+        {"norm": "fused", "attention": "reference", "projections": "joint"},
+        {"norm": "fused", "mlp": "quack"},
+    ):
+        with pytest.raises(InputError, match=r"LlamaAttention: one has hooks; LlamaMLP: one has hooks|quack"):
+            replace_parts(model, **choices)
+        assert [(type(module), [*vars(module)]) for module in model.modules()] == hooked
+        assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_padded_batch_keeps_the_mask_that_transformers_makes(tmp_path: Path):
@@ -349,18 +380,138 @@ def test_a_padded_batch_keeps_the_mask_that_transformers_makes(tmp_path: Path):
     assert swapped != pytest.approx(model(**batch).loss.item(), rel=1e-5), "packed documents are told apart"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "choices", "why"),
-    [
-        ({"attention": "eager"}, {"attention": "sdpa"}, "takes the place of sdpa, and LlamaForCausalLM has eager"),
-        ({"dropout": 0.1}, {"attention": "reference"}, "takes no call of .*it has dropout"),
-    ],
-)
-def test_a_model_with_another_attention_than_the_swap_assumes_is_refused(
-    tmp_path: Path, arguments: dict[str, Any], choices: dict[str, Any], why: str
-):
-    with pytest.raises(InputError, match=why):
-        own_llama(tmp_path, arguments, **choices)
+def test_a_model_with_another_attention_than_the_swap_assumes_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match=r"takes no call of .*it has dropout"):
+        own_llama(tmp_path, {"dropout": 0.1}, attention="reference")
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "use_cache": False, "pad_token_id": 0,
+}  # fmt: skip
+WITH_KINDS: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 4},
+    "Gemma2": {"sliding_window": 4, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "GptOss": {"sliding_window": 4, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "ModernBert": {"local_attention": 4, "num_hidden_layers": 3},
+}
+"""Attention of more kinds than causal: windows on one side and on both, a softcap, and sinks."""
+PACKED = torch.tensor([[*range(5), *range(7)], [*range(12)]])
+
+
+def hugging_face(name: str) -> Any:
+    transformers: Any = pytest.importorskip("transformers", reason="its models are swapped")
+    rest = {f"{each}_token_id": 1 for each in ("bos", "eos", "cls", "sep")} if name == "ModernBert" else {}
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **WITH_KINDS[name], **rest})
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}For{'MaskedLM' if name == 'ModernBert' else 'CausalLM'}")(config).to(DEVICE)
+
+
+def gradients(model: Any, **more: Any) -> list[Tensor]:
+    """The loss of two sequences of 12 tokens, and all gradients."""
+    ids = torch.arange(1, 25, device=DEVICE).view(2, 12) * 7 % 63 + 1
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, **more).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+
+def apart(these: list[Tensor], those: list[Tensor]) -> float:
+    pairs = list(zip(these, those, strict=True))
+    norms = [sum(each.square().sum().item() for each in of) for of in ([a - b for a, b in pairs], those)]
+    return (norms[0] / norms[1]) ** 0.5
+
+
+@pytest.mark.parametrize("name", WITH_KINDS)
+def test_windows_softcap_sinks_and_documents_are_kinds_of_the_attention_and_no_masks(name: str):
+    """Loss and gradients beside the model's own attention, which is PyTorch's with masks, or written out."""
+    model = hugging_face(name)
+    attention = "flash" if name == "Gemma2" else "reference"
+    seen: list[dict[str, Any]] = []
+
+    def function(*args: Any, **options: Any) -> Tensor:
+        seen.append(options)
+        return implementation(attention)(*args, **options)
+
+    for more in ({}, {"position_ids": PACKED.to(DEVICE)})[name == "Gemma2" :]:  # kernels in the interpreter are slow
+        own = gradients(model, **more)
+        undo = swap_attention(model, attention, function)
+        with calls_held() as calls:
+            assert apart(gradients(model, **more), own) < 2e-6
+        assert {why for _, why in calls} == {""}, "every call is taken"
+        undo()
+        assert apart(gradients(model, **more), own) == 0
+    assert all({"softcap", "sinks", "bounds"} & {*each} == kinds_of(name, each) for each in seen)
+    assert {each.get("window") for each in seen} == {None if name != "Mistral" else 4, 3 if name == "ModernBert" else 4}
+
+
+def kinds_of(name: str, options: dict[str, Any]) -> set[str]:
+    bounds = options.get("bounds")
+    documents = set[str]() if bounds is None else {"bounds"}
+    if bounds is not None and bounds.shape[1] == 2:
+        assert bounds[:, 0, [0, 4, 5, 11]].tolist() == [[0, 0, 5, 5], [5, 5, 12, 12]]
+    return documents | {"Gemma2": {"softcap"}, "GptOss": {"sinks"}}.get(name, set())
+
+
+def test_what_the_mask_says_beyond_those_kinds_keeps_the_model_s_own_attention():
+    transformers: Any = pytest.importorskip("transformers", reason="its models are swapped")
+    model = hugging_face("Mistral")
+    ones = torch.ones(2, 12, dtype=torch.int64, device=DEVICE)
+    padding = ones.clone()
+    padding[0, 9:] = 0
+    own_mask = (torch.rand(2, 1, 12, 12, device=DEVICE) > 0.5) | torch.eye(12, dtype=torch.bool, device=DEVICE)
+    cases: dict[str, dict[str, Any]] = {
+        "": {"attention_mask": ones},
+        "it has a mask of padding": {"attention_mask": padding},
+        "it has a mask": {"attention_mask": own_mask},
+        "its weights are asked for (output_attentions)": {"output_attentions": True},
+        "it has cu_seq_lens_q, and position_ids that do not restart": {"cu_seq_lens_q": ones[0, :3]},
+    }
+    own = [gradients(model, **more) for more in cases.values()]
+    undo = swap_attention(model, "reference", implementation("reference"))
+    for (why, more), theirs in zip(cases.items(), own, strict=True):
+        with calls_held() as calls:
+            assert apart(gradients(model, **more), theirs) < 1e-6
+        assert [*calls] == [("MistralAttention", why)]
+    with calls_held() as calls:
+        cache = transformers.DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=ones[:, :3], past_key_values=cache, use_cache=True)
+        gradients(model, past_key_values=cache, use_cache=True)
+    assert [*calls] == [("MistralAttention", "it has a mask of a cache")]
+    undo()
+    model.config._attn_implementation = "flex_attention"
+    with pytest.raises(
+        InputError, match=r"takes the place of sdpa or eager, and MistralForCausalLM has flex_attention"
+    ):
+        swap_attention(model, "reference", implementation("reference"))
+
+
+def test_compiled_models_have_no_masks_either():
+    """In one graph: a mask in its place says what it is while it is traced, documents by their positions too."""
+    model = hugging_face("Mistral")
+    own = gradients(model, position_ids=PACKED.to(DEVICE))
+    undo = swap_attention(model, "reference", implementation("reference"))
+    model.compile(backend="eager", fullgraph=True)
+    assert apart(gradients(model, position_ids=PACKED.to(DEVICE)), own) < 1e-6
+    undo()
+
+
+def test_a_swapped_call_is_held_on_scores_that_are_large():
+    """Fresh models have scores near zero, in which nothing tells a softcap that is left out."""
+    model = hugging_face("Gemma2")
+
+    def uncapped(*args: Tensor, **more: Any) -> Tensor:
+        return implementation("reference")(*args, **{**more, "softcap": None})
+
+    undo = swap_attention(model, "reference", uncapped)
+    with (
+        pytest.raises(InputError, match="attention reference computes something else than Gemma2Attention"),
+        calls_held(),
+    ):
+        gradients(model)
+    undo()
 
 
 def test_an_attention_that_computes_something_else_is_refused_by_the_model_s_own_gradients(
@@ -368,7 +519,8 @@ def test_an_attention_that_computes_something_else_is_refused_by_the_model_s_own
 ):
     from stepscope.training.user_module import module_step
 
-    wrong = lambda q, k, v, *, causal, scale=None, window=None: v.repeat_interleave(2, 1)  # noqa: E731
+    # Equal outputs, and half of a gradient.
+    wrong = lambda q, k, v, **more: implementation("reference")((q + q.detach()) / 2, k, v, **more)  # noqa: E731
     monkeypatch.setattr(module_step, "implementation", lambda _: wrong)
     with pytest.raises(InputError, match=r"attention sdpa-math changes what .* computes: its gradients are"):
         own_llama(tmp_path, attention="sdpa-math")

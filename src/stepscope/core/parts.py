@@ -445,7 +445,7 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
 class PartFound(msgspec.Struct, frozen=True, kw_only=True):
     """Modules of one type in a user's model that compute a part, and whether they were replaced."""
 
-    part: Part
+    part: Literal["norm", "rope", "mlp", "loss", "attention", "projections"]
     kernels: Kernels
     """What was to compute them."""
     type: str

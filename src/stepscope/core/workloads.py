@@ -72,11 +72,22 @@ GRAPH_WARMUP = 4
 """Steps until a step is replayed: three run as they are, and the next is captured."""
 
 Optimizer = Literal[
-    "adamw-foreach", "adamw-fused", "adamw-loop", "adamw-bf16-state", "adamw-one-launch", "adamw-under-backward"
+    "adamw-foreach",
+    "adamw-fused",
+    "adamw-loop",
+    "adamw-bf16-state",
+    "adamw-one-launch",
+    "adamw-under-backward",
+    "torchao.AdamW8bit",
+    "torchao.AdamW4bit",
+    "torchao.AdamWFp8",
+    "bitsandbytes.AdamW8bit",
+    "bitsandbytes.PagedAdamW8bit",
 ]
 """adamw-foreach, -fused, -loop: PyTorch's AdamW, by that implementation. adamw-bf16-state: AdamW that keeps exp_avg and
 exp_avg_sq in bf16; parameters and arithmetic stay fp32. adamw-one-launch: by one kernel for all parameters.
-adamw-under-backward: the same, begun as each gradient is ready."""
+adamw-under-backward: the same, begun as each gradient is ready. LIBRARY.CLASS: another library's, whose states have 8
+or 4 bits a number; for a user's module alone."""
 
 OF_ONE_LAUNCH: tuple[str, ...] = ("adamw-one-launch", "adamw-under-backward")
 """The optimizers by the kernel for all parameters."""
@@ -89,7 +100,9 @@ PHASES: tuple[str, ...] = get_args(Phase)
 COMPILES: tuple[str, ...] = get_args(Compile)
 GRAPHS: tuple[str, ...] = get_args(Graph)
 PROJECTIONS: tuple[str, ...] = get_args(Projections)
-OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
+OPTIMIZERS: tuple[str, ...] = tuple(name for name in get_args(Optimizer) if "." not in name)
+OF_LIBRARIES: tuple[str, ...] = tuple(name for name in get_args(Optimizer) if "." in name)
+"""The optimizers that other libraries bring."""
 
 _FIRST_FIELDS = ("model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer", "seed")
 """The fields that every digest has, see core/files.py. Do not add to it."""
@@ -149,6 +162,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         trains, replayed = self.phase == "train", self.graph == "step"
         of_one_launch = trains and self.optimizer in OF_ONE_LAUNCH
         bf16_state = trains and self.optimizer == "adamw-bf16-state"
+        of_library = trains and self.optimizer in OF_LIBRARIES
         captured = ", ".join(name for name, record in STRATEGIES.items() if record.captured)
         other = "bf16" if self.dtype == "bf16-master" else self.dtype
         faults = (
@@ -174,13 +188,13 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "choose default, blocks or max-autotune-no-cudagraphs",
             ),
             (
-                replayed and bf16_state,
-                "adamw-bf16-state counts its updates on the host, which --graph step does not replay: "
+                replayed and (bf16_state or of_library),
+                f"{self.optimizer} counts its updates on the host, which --graph step does not replay: "
                 "choose adamw-one-launch",
             ),
             (
-                masters and bf16_state,
-                f"adamw-bf16-state keeps no master weights: with dtype {self.dtype} choose another AdamW",
+                masters and (bf16_state or of_library),
+                f"{self.optimizer} keeps no master weights: with dtype {self.dtype} choose another AdamW",
             ),
             (
                 self.dtype == "bf16-pure" and of_one_launch,
@@ -294,6 +308,11 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
         super().__post_init__()
         msgspec.structs.force_setattr(self, "attention", choose_name(self.attention, attention_names(), "attention"))
         self._check_parts()
+        if self.optimizer in OF_LIBRARIES:
+            raise InputError(
+                f"optimizer {self.optimizer} is for a model of your own, as by --module or --model config.json: choose "
+                f"one of {', '.join(OPTIMIZERS)}"
+            )
         if self.optimizer is not None or self.phase == "train":
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
         self._check_checkpointing()
@@ -702,7 +721,7 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         super().__post_init__()
         whole_number(self.seed, "seed", 0, LARGEST)
         if "optimizer" not in self.by_factory and self.phase == "train":
-            choose(str(self.optimizer), OPTIMIZERS, "optimizer")
+            choose(str(self.optimizer), (*OPTIMIZERS, *OF_LIBRARIES), "optimizer")
         for part, name in self.parts.items():
             msgspec.structs.force_setattr(self, part, choose_name(name, PARTS[part], part))
         if self.attention is not None:

@@ -32,7 +32,7 @@ from stepscope.core.errors import InputError, named_line
 from stepscope.core.evidence import MemoryCategory, PhaseMemory
 from stepscope.core.parts import ATTENTIONS, REFERENCE, Memory
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel
+from stepscope.core.workloads import OF_LIBRARIES, FactoryWorkload, TextbookWorkload, UserModel
 from stepscope.engine.request import Stage, Tell
 from stepscope.recording import fake_memory
 from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend, made_here
@@ -41,7 +41,7 @@ from stepscope.recording.step import Phase, Recorder, drive
 from stepscope.training.optimizer import updated_by
 from stepscope.training.parts.replaced import join_projections
 from stepscope.training.scaled_products import cast_as_on_a_gpu
-from stepscope.training.training_step import AssembledStep, TrainingStep
+from stepscope.training.training_step import AssembledStep, TrainingStep, of_library
 from stepscope.training.user_module.loading import UnfilledParameters, default_of, load_module
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
 from stepscope.training.user_module.user_code import describe_module, named_tensors, resized, with_tensors
@@ -417,6 +417,8 @@ def watch_module_step(
             "other kernels in a model of your own cannot be run on fake tensors: leave out --kernels, --norm, --mlp "
             "and --loss"
         )
+    if workload.optimizer in OF_LIBRARIES:
+        of_library(workload.optimizer)  # before all that takes longer
     if module is not None:
         return watch_module(module().on(_CPU), workload, device_type, batch_size=batch_size, steps=steps)
     arguments, by_argument = (
@@ -493,7 +495,7 @@ def watch_module(
                 _update_as_on_a_gpu(user_module.optimizer)
             cast_as_on_a_gpu(step.model)
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
-        if user_module.optimizer is not None:
+        if user_module.optimizer is not None or workload.optimizer in OF_LIBRARIES:
             # One that compiles its update, as torchao's do, runs it uncompiled: no compiler follows these modes.
             modes.enter_context(torch.compiler.set_stance("force_eager"))
         try:

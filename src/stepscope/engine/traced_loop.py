@@ -423,7 +423,9 @@ def trace(sketch: Sketch, workload: WatchedWorkload) -> Traced:
     if sketch.why_not is not None:
         return Traced(why_not=sketch.why_not)
     begun_s, random = time.perf_counter(), torch.get_rng_state()
-    gc.freeze()  # a collection after each step that is run would go through all that the script has made
+    frozen = gc.get_freeze_count() > 0  # by the script: then it is not for us to thaw
+    if not frozen:
+        gc.freeze()  # a collection after each step that is run would go through all that the script has made
     try:
         own, length = sketch.sizes
         samples = [own, *[size for size in _SAMPLES if size != own][:2]]
@@ -446,7 +448,8 @@ def trace(sketch: Sketch, workload: WatchedWorkload) -> Traced:
     except Exception as error:  # whatever the user's model does on fake tensors
         return Traced(why_not=named_line(error, 200))
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
         torch.set_rng_state(random)
     return Traced(
         batch_size=points[0][0],

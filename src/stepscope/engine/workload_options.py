@@ -57,6 +57,7 @@ from stepscope.core.workloads import (
     DTYPES,
     GRAPHS,
     NO_CLIP,
+    OF_LIBRARIES,
     OPTIMIZERS,
     PHASES,
     PROJECTIONS,
@@ -126,6 +127,8 @@ OPTIONS = (
     Option("", WORKLOAD, "compile", str, choices=COMPILES),
     Option("What is replayed as CUDA graphs.", WORKLOAD, "graph", str, choices=GRAPHS),
     Option("", WORKLOAD, "optimizer", str, choices=OPTIMIZERS),
+    Option("Those of a library, which must be installed, are for a model of your own.", WORKLOAD, "optimizer", str,
+           choices=(*OPTIMIZERS, *OF_LIBRARIES), verbs=_WITH_PARTS),
     Option("The bound on the gradients' global norm, as in 1.0, to which they are scaled down; none leaves them.",
            WORKLOAD, "clip", norm_bound, metavar="NORM"),
     Option(f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}. Where several may be given, all is "

@@ -4,6 +4,9 @@ A parameter p in bf16 takes an update u only if p + u rounds to another number: 
 last place of p (less where p is a power of two and moves towards zero). bf16 has 8 bits of significand, so that half a
 unit is between |p| / 512 and |p| / 256; an update of AdamW is about as large as the learning rate, whatever the
 gradient. Moments and arithmetic are fp32 here: what differs between the runs is how the new parameter is stored.
+
+Of other formats, those of blocks too, no run is made: each update of the fp32 run is added to the parameter as the
+format holds it, and the sum rounded to nearest. In a block, what is rounded is seen beside the block's new largest.
 """
 
 import math
@@ -18,7 +21,7 @@ from torch import Tensor
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note
 from stepscope.core.errors import InputError
 from stepscope.core.figures import digits
-from stepscope.core.float_formats import FORMATS
+from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS
 from stepscope.core.model_config import ModelConfig, configure, whole_number
 from stepscope.core.workloads import TextbookWorkload, Workload
 from stepscope.questions.answers import computed_answer, curves, pivot, table_by, threads_for
@@ -34,6 +37,7 @@ from stepscope.questions.steps import (
 from stepscope.recording.environment import resolve_device
 from stepscope.recording.step import drive
 from stepscope.training.half_optimizers import AdamWBf16Parameters, Keeping
+from stepscope.training.scaled_products import round_blocks, round_to
 
 LEARNING_RATES = (1e-5, 1e-4, 1e-3, 1e-2)
 REMEDIES_AT = 1e-4
@@ -117,6 +121,8 @@ class _Trained:
     """Parameters as the optimizer knows them, in fp32."""
 
     total: Tally = field(default_factory=Tally)
+    by_format: dict[str, Tally] = field(default_factory=dict[str, Tally])
+    """What each format would make of the updates; of the run in fp32 alone."""
 
 
 def study_swallowed(
@@ -165,9 +171,14 @@ def study_swallowed(
             *(_by_layer(title, nearest, figure) for title, figure in _FIGURES.items()),
             _sizes(nearest),
             _remedies(outcomes, remedies_at),
+            _formats(runs["fp32"].by_format, remedies_at),
         ),
         panels=_panels(runs),
-        findings=(*(_swallowed(rate, run) for rate, run in nearest.items()), *_compared(outcomes, remedies_at)),
+        findings=(
+            *(_swallowed(rate, run) for rate, run in nearest.items()),
+            *_compared(outcomes, remedies_at),
+            _best_format(runs["fp32"].by_format, remedies_at),
+        ),
     )
 
 
@@ -201,6 +212,10 @@ def _train(workload: Workload, name: str, rate: float, steps: int, device: torch
 
     if keeping is None:
         adamw, step.optimizer = None, torch.optim.AdamW(names, lr=rate, foreach=False)
+        if name == "fp32":
+            trained.by_format = _count_by_format(
+                step.optimizer, list(names), lambda: len(trained.by_step) > steps - _COUNTED_STEPS
+            )
     else:
         adamw = step.optimizer = AdamWBf16Parameters(names, keeping=keeping, lr=rate, watch=watch)
     # So that rounding at random is the same whatever ran before.
@@ -214,6 +229,47 @@ def _train(workload: Workload, name: str, rate: float, steps: int, device: torch
     trained.used = [parameter.detach().float().clone() for parameter in names]
     trained.held = trained.used if adamw is None else [adamw.held(parameter) for parameter in names]
     return trained
+
+
+IN_FORMATS = ("fp16", "bf16", "fp8-e5m2", "fp8-e4m3", "fp8-e5m2fnuz", "fp8-e4m3fnuz", *BLOCK_FORMATS)
+"""Formats that could hold parameters: the first as they are, without a scale; those of blocks with theirs."""
+_COUNTED_STEPS = 5
+"""The last steps of the run in fp32, in which they are counted: rounding by all of them takes as long as a run."""
+
+
+def held_in(values: Tensor, name: str) -> Tensor:
+    """Parameters in fp32 as a format holds them, in fp32. Blocks lie along the last dimension of a matrix."""
+    if name in BLOCK_FORMATS:
+        rows = values.reshape(len(values), -1) if values.dim() > 1 else values.reshape(1, -1)
+        return round_blocks(rows, BLOCK_FORMATS[name], weight=True).view(values.shape)
+    if name in ("fp16", "bf16"):
+        return values.to(torch.float16 if name == "fp16" else torch.bfloat16).float()
+    return round_to(values, FORMATS[name])
+
+
+def _count_by_format(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], counts: Callable[[], bool]
+) -> dict[str, Tally]:
+    """What each format would make of the updates of an optimizer in fp32, in the steps that count."""
+    tallies = {name: Tally() for name in IN_FORMATS}
+    before: list[Tensor] = []
+
+    def keep(*_: object) -> None:
+        before.extend(parameter.detach().clone() for parameter in parameters if counts())
+
+    def count(*_: object) -> None:
+        if not before:
+            return
+        for parameter, old in zip(parameters, before, strict=True):
+            wanted = parameter.detach() - old
+            for name, tally in tallies.items():
+                held = held_in(old, name)
+                tally.add(wanted, held_in(held + wanted, name) - held)
+        before.clear()
+
+    optimizer.register_step_pre_hook(keep)
+    optimizer.register_step_post_hook(count)
+    return tallies
 
 
 def half_unit(values: Tensor) -> Tensor:
@@ -323,6 +379,35 @@ def _remedies(outcomes: list[_Outcome], rate: float) -> Table:
             "updates lost, %": lambda each: percent(each.swallowed),
             "made along the wanted, %": lambda each: percent(each.progress),
         },
+    )
+
+
+def _formats(by_format: Mapping[str, Tally], rate: float) -> Table:
+    return table_by(
+        f"What each format would swallow of the updates of fp32 at lr {rate:g}",
+        by_format.items(),
+        {
+            "format": lambda of: of[0],
+            "updates that round to nothing, %": lambda of: digits(100 * of[1].share),
+            "their norm, %": lambda of: digits(100 * of[1].norm_share),
+            "made along the wanted, %": lambda of: digits(100 * of[1].progress),
+        },
+    )
+
+
+def _best_format(by_format: Mapping[str, Tally], rate: float) -> Finding:
+    fixed = {
+        name: tally
+        for name, tally in by_format.items()
+        if name not in ("fp16", "bf16") and (name not in BLOCK_FORMATS or BLOCK_FORMATS[name].powers_of_two)
+    }
+    name, best = min(fixed.items(), key=lambda of: of[1].share)
+    return note(
+        "updates-by-format",
+        f"Of the formats of 8 bits and fewer with scales of powers of two, or none, {name} would make nothing of the "
+        f"fewest updates of fp32 at lr {rate:g}: {100 * best.share:.3g} %. Another scale moves with the largest number "
+        "of its block, and every number with it: few updates then change nothing, and little goes along the wanted.",
+        {"format": name, "swallowed": best.share},
     )
 
 

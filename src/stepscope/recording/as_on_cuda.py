@@ -79,6 +79,7 @@ class AsOnCuda(TorchFunctionMode):
             for module in modules:
                 undo.callback(module.register_forward_pre_hook(enter).remove)
                 undo.callback(module.register_forward_hook(leave, always_call=True).remove)
+            undo.callback(lambda: [leave() for _ in range(len(entered))])  # PyTorch calls no hook after a Ctrl-C
             undo.callback(setattr, torch.autograd, "_engine_run_backward", run_engine)
             torch.autograd._engine_run_backward = run_inside  # type: ignore[attr-defined]
             yield
@@ -209,6 +210,8 @@ def _here(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any,
         names_gpu = isinstance(value, str | torch.device) and str(value).partition(":")[0] == "cuda"
         return torch.device("cpu") if names_gpu else value
 
+    if func is torch.device:  # which may have an index beside the name
+        return place, (func(*args, **kwargs),), {}
     if func is Tensor.cuda:
         return Tensor.to, (args[0], torch.device("cpu")), {}
     return func, tuple(map(place, args)), {key: place(value) for key, value in kwargs.items()}

@@ -222,7 +222,9 @@ class FakeMemory(TorchDispatchMode):
             return args[0].fake_device  # autograd asks for it several times an operator
         if any(kind is not FakeTensor and hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor that is made of others calls operators of theirs
-        return self._watched(func, args, kwargs or {})
+        # The engine runs backward inside `AsOnCuda`, which else would be called for each size that is read.
+        with torch._C.DisableTorchFunction():
+            return self._watched(func, args, kwargs or {})
 
     @torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]
     def _watched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -158,16 +158,17 @@ def detailed(model: torch.nn.Module | None) -> Iterator[None]:
         entered.__enter__()
         local.stack.append(entered)
 
+    def leave(*_: object) -> None:
+        local.stack.pop().__exit__(None, None, None)
+
     with contextlib.ExitStack() as undo:
         undo.callback(setattr, _emission, "detailed", before)
+        undo.callback(lambda: [leave() for _ in range(len(local.stack))])  # PyTorch calls no hook after a Ctrl-C
         for path, module in model.named_modules() if model is not None else ():
             if path:
                 begins = module.register_forward_pre_hook(lambda _module, _args, path=path: enter(path))
-                ends = module.register_forward_hook(
-                    lambda _module, _args, _output: local.stack.pop().__exit__(None, None, None), always_call=True
-                )
                 undo.callback(begins.remove)
-                undo.callback(ends.remove)
+                undo.callback(module.register_forward_hook(leave, always_call=True).remove)
             del module
         del model  # a watched loop's may end before this context
         yield

@@ -9,6 +9,8 @@ the forward phase calls `forward_module`, and that is the compiled module whenev
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -25,7 +27,7 @@ from stepscope.core.parts import ATTENTIONS, compiles, is_users
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.strategies import computes_in_16_bits
-from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload, Workload
+from stepscope.core.workloads import GRAPH_WARMUP, OF_LIBRARIES, OF_ONE_LAUNCH, TextbookWorkload, Workload
 from stepscope.recording.device import is_out_of_memory
 from stepscope.recording.step import Phase
 from stepscope.recording.timer import Peers
@@ -515,6 +517,17 @@ def _compiled(parts: StepParts, mode: str) -> nn.Module:
 LEARNING_RATE = 1e-4
 
 
+def of_library(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """The optimizer of OF_LIBRARIES, imported. Raises InputError where that cannot be."""
+    library, _, kind = name.partition(".")
+    try:
+        return getattr(importlib.import_module(f"{library}.optim"), kind)
+    except (ImportError, AttributeError) as error:
+        missing = importlib.util.find_spec(library) is None
+        why = "which is not installed" if missing else f"which has none here ({named_line(error, 120)})"
+        raise InputError(f"optimizer {name} is of {library}, {why}: pip install -U {library}") from error
+
+
 def optimizer_for(
     trained: Sequence[nn.Parameter],
     choices: Workload,
@@ -528,6 +541,8 @@ def optimizer_for(
         from stepscope.training.half_optimizers import AdamWBf16State  # noqa: PLC0415  (where it was chosen)
 
         return AdamWBf16State(trained, lr=LEARNING_RATE)
+    if choices.optimizer in OF_LIBRARIES:
+        return of_library(choices.optimizer)(trained, lr=LEARNING_RATE)
     if choices.optimizer in OF_ONE_LAUNCH:
         from stepscope.training import one_launch  # noqa: PLC0415  (Triton: where it is there)
 

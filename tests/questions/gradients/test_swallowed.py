@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stepscope.core.errors import InputError
 from stepscope.core.float_formats import FORMATS
 from stepscope.core.model_config import configure
-from stepscope.questions.swallowed import Tally, half_unit, layer_of, study_swallowed
+from stepscope.questions.swallowed import IN_FORMATS, Tally, half_unit, held_in, layer_of, study_swallowed
 from stepscope.training.half_optimizers import KEEPINGS, AdamWBf16Parameters, Keeping
 from tests.questions.verbs import answered
 
@@ -134,6 +134,9 @@ def test_a_study_is_the_same_again():
         study_swallowed(model=SMALL, steps=2, learning_rates=(1e-4,), seq_len=16, device="cpu") for _ in range(2)
     )
     assert one == other
+    by_format = {row[0]: row[1:] for row in one.tables[-1].rows}
+    assert list(by_format) == list(IN_FORMATS)
+    assert by_format["bf16"][0] < by_format["fp8-e4m3"][0] == by_format["fp8-e4m3fnuz"][0]  # pyright: ignore
 
 
 def test_bytes_a_parameter_are_those_of_the_tensors():
@@ -150,6 +153,18 @@ def test_bytes_a_parameter_are_those_of_the_tensors():
         optimizer.step()
         state = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
         assert said[name] == (parameter.nbytes + sum(tensor.nbytes for tensor in state)) / 8
+
+
+def test_formats_hold_parameters_and_swallow_by_hand():
+    """Beside 4 a block of mxfp4 has steps of 0.5: 0.2 more of 1 is nothing, 0.3 is a step."""
+    held = held_in(torch.tensor([4.0, 1.0, 1.0]), "mxfp4")
+    assert held.tolist() == [4, 1, 1]
+    assert held_in(held + torch.tensor([0.0, 0.2, 0.3]), "mxfp4").tolist() == [4, 1, 1.5]
+    # The step that the largest number makes is one of all of its block: by 8 they are twice as long.
+    assert held_in(held + torch.tensor([4.0, 0.0, 0.5]), "mxfp4").tolist() == [8, 1, 2]
+    assert held_in(torch.tensor([300.0]), "fp8-e4m3fnuz").item() == 240
+    assert held_in(torch.tensor(1.01), "bf16").item() == 1.0078125
+    assert held_in(torch.ones(3, 2, 2), "nvfp4-square").tolist() == torch.ones(3, 2, 2).tolist()
 
 
 def test_the_verb(tmp_path: Path):

@@ -272,6 +272,8 @@ def attention_mismatch(run: Run) -> Iterator[Finding]:
     wanted = evidence.attention or workload.attention
     if wanted is None or wanted == AUTO or is_users(wanted) or evidence.operators is None:
         return
+    if any(one.part == "attention" and not one.replaced for one in evidence.parts):
+        return  # others run in the modules that were left, which `part-left` says
     record = ATTENTIONS[wanted]
     calls, whole = _forward_calls(run)
     kernels = evidence.profile.kernels if evidence.profile else ()
@@ -316,7 +318,7 @@ def parts_mismatch(run: Run) -> Iterator[Finding]:
     other kernels were to compute, and that kept their own code."""
     parts: Iterable[Part] = run.workload.parts
     if run.workload.factory:
-        parts = dict.fromkeys(one.part for one in run.evidence.parts if one.replaced)
+        parts = dict.fromkeys(part for one in run.evidence.parts if one.replaced for part in PARTS if part == one.part)
     if run.evidence.operators is not None:
         yield from itertools.islice((mismatch for part in parts for mismatch in _part_mismatch(run, part)), 1)
     left = [one for one in run.evidence.parts if one.modules and not one.replaced]

@@ -48,7 +48,7 @@ from stepscope.kernels.operators import transformed_by_func
 from stepscope.kernels.parts.projections import joint_projections, lie_together
 from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import TORCH_DTYPES
-from stepscope.training.attention.pytorch import swap_attention
+from stepscope.training.attention.pytorch import attention_found, swap_attention
 from stepscope.training.parts import part_function
 from stepscope.training.parts.gate import (
     CALL_ERRORS,
@@ -411,6 +411,8 @@ class Replaced:
     """The model, which was changed in place."""
     found: tuple[PartFound, ...]
     """All that was found, by part and type of module."""
+    _undo: tuple[Callable[[], None], ...] = ()
+    """What takes back attention and projections."""
 
     @property
     def replaced(self) -> tuple[PartFound, ...]:
@@ -424,6 +426,8 @@ class Replaced:
 
     def restore(self) -> None:
         """Let every module of the model be computed by its own code again. Parameters are not touched."""
+        for undo in reversed(self._undo):
+            undo()
         for module in self.model.modules():
             original = getattr(type(module), "_stepscope_original", None)
             if original is not None:
@@ -447,6 +451,16 @@ def replace_in(model: nn.Module, chosen: Mapping[Part, Kernels]) -> Replaced:
     if first.dtype not in _NAMES:
         raise InputError(f"{type(model).__name__} is {first.dtype}: parts take fp32, bf16 and fp16")
     check_parts(requested, first.device.type, _NAMES[first.dtype], {})
+    before = [(module, type(module)) for module in model.modules()]
+    try:
+        return _replaced_parts(model, requested)
+    except InputError:
+        for module, kind in before:
+            module.__class__ = kind
+        raise
+
+
+def _replaced_parts(model: nn.Module, requested: Mapping[Part, Kernels]) -> Replaced:
     records = [record for part, name in requested.items() for record in _replaced(model, part, name)]
     missing = [record for record in records if not record.modules]
     of_modules: list[Part] = [part for part in MODULE_PARTS if part in requested]
@@ -700,7 +714,7 @@ def replace_parts(
     of the state dict stay the same.
     The loss is that of a causal language model of Hugging Face's, which gets labels: in training it then returns its
     loss alone, without logits. attention: flash, sdpa or another of stepscope's, where transformers' models call SDPA
-    and need no mask; projections: joint, linear layers of one input as one product. `restore` leaves these two.
+    or eager attention; projections: joint, linear layers of one input as one product.
 
     Raises InputError where the kernels do not run on the model's device, and where the model has no module of what was
     asked for; GateFailure where a function of your own is wrong.
@@ -709,14 +723,23 @@ def replace_parts(
     chosen = (named_kernels(kernels) if kernels is not None else {}) | named_kernels(by_part)
     if not chosen and attention is None and projections is None:
         raise InputError("replace_parts needs a part: say norm='fused', mlp='fused', loss='fused' or kernels='fused'")
+    choose(projections or "apart", PROJECTIONS, "projections")
+    choose(attention or "sdpa", tuple(ATTENTIONS), "attention")
     replaced = replace_in(model, chosen) if chosen else Replaced(model, ())
-    if attention is not None:
-        choose(attention, tuple(ATTENTIONS), "attention")
-        swap_attention(model, attention, implementation(attention))
-    if choose(projections or "apart", PROJECTIONS, "projections") == "joint":
-        join_projections(model)
-        for group in joined(model):
-            lie_together([layer.weight for layer in group.layers])
+    try:
+        if attention is not None:
+            undo = swap_attention(model, attention, implementation(attention))
+            found = replaced.found + tuple(attention_found(model, attention))
+            replaced = dataclasses.replace(replaced, found=found, _undo=(undo,))
+        if projections == "joint":
+            undo = join_projections(model)
+            found = replaced.found + tuple(projections_found(model))
+            replaced = dataclasses.replace(replaced, found=found, _undo=(*replaced._undo, undo))
+    except InputError:
+        replaced.restore()
+        raise
+    for group in joined(model):
+        lie_together([layer.weight for layer in group.layers])
     left = [str(each) for each in replaced.left if each.part in MODULE_PARTS]
     if left:
         warnings.warn(
@@ -783,18 +806,12 @@ class _JointLinear(nn.Linear):
 def join_projections(model: nn.Module) -> Callable[[], None]:
     """Let groups of a model's linear layers be one product each, in place; returns what undoes it. Raises InputError
     where there is none. Layers that are shared, hooked, adapted or parametrised are left alone."""
-    times = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    groups: list[Joint] = []
-    for module in model.modules():
-        children = dict(module.named_children())
-        for names in JOINT_NAMES:
-            layers = [children.get(name) for name in names]
-            if all(_may_join(layer, layers[0], times) for layer in layers):
-                groups.append(Joint([layer for layer in layers if isinstance(layer, nn.Linear)]))
+    groups = [Joint(layers) for _, layers, why in _groups_of(model) if not why]
     if not groups:
+        left = "; ".join(dict.fromkeys(f"{type(module).__name__}: {why}" for module, _, why in _groups_of(model)))
+        absent = "it has no linear layers of one input by the usual names, as q_proj, k_proj and v_proj"
         raise InputError(
-            f"projections joint replaces nothing in {type(model).__name__}: it has no plain linear layers of one input "
-            "by the usual names, as q_proj, k_proj and v_proj; leave out --projections"
+            f"projections joint replaces nothing in {type(model).__name__}: {left or absent}; leave out --projections"
         )
     for group in groups:
         for place, layer in enumerate(group.layers):
@@ -805,19 +822,53 @@ def join_projections(model: nn.Module) -> Callable[[], None]:
         for group in groups:
             for layer in group.layers:
                 layer.__class__ = nn.Linear
-                del vars(layer)["joint"], vars(layer)["place"]
+                for name in ("joint", "place"):
+                    vars(layer).pop(name, None)
 
     return undo
 
 
-def _may_join(layer: Any, first: Any, times: Mapping[int, int]) -> bool:
-    """Whether a layer is a plain linear layer like the first of its group."""
-    if type(layer) is not nn.Linear or type(first) is not nn.Linear or layer.in_features != first.in_features:
-        return False
+def _groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[Any], str]]:
+    """Modules with linear layers that may have one input, these layers, and why they cannot be one product; empty where
+    they can."""
+    times = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+    for module in model.modules():
+        children = dict(module.named_children())
+        for names in JOINT_NAMES:
+            layers = [children.get(name) for name in names]
+            if all(getattr(getattr(layer, "weight", None), "ndim", 0) == 2 for layer in layers):
+                reasons = (_why_apart(layer, layers[0], times) for layer in layers)
+                yield module, layers, next(filter(None, reasons), "")
+
+
+def _why_apart(layer: Any, first: Any, times: Mapping[int, int]) -> str:
+    """Why a layer is no part of one product with the first of its group; empty where it is."""
+    if type(layer) is not nn.Linear:
+        return "they are joint already" if isinstance(layer, _JointLinear) else f"one is a {type(layer).__name__}"
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    like = layer.weight.dtype == first.weight.dtype and layer.weight.device == first.weight.device
-    plain = type(layer.weight) is nn.Parameter and "forward" not in vars(layer) and not any(hooks)
-    return like and plain and times[id(layer.weight)] == 1
+    reasons = (
+        (type(layer.weight) is not nn.Parameter, "a weight is no plain parameter"),
+        ("forward" in vars(layer), "one has a patched forward"),
+        (any(hooks), "one has hooks"),
+        (times[id(layer.weight)] != 1, "a weight is shared"),
+        (type(first) is nn.Linear and layer.in_features != first.in_features, "their inputs have different widths"),
+        (layer.weight.dtype != first.weight.dtype, "their weights have different dtypes"),
+        (layer.weight.device != first.weight.device, "their weights lie on different devices"),
+    )
+    return next((why for holds, why in reasons if holds), "")
+
+
+def projections_found(model: nn.Module) -> list[PartFound]:
+    """The modules whose projections are one product, and those whose are not, by type and reason."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for module, layers, why_apart in _groups_of(model):
+        joint = layers[0].joint if all(isinstance(layer, _JointLinear) for layer in layers) else None
+        why = why_apart if joint is None else "they are called with different inputs" if joint.apart else ""
+        counts[type(module).__name__, why] += 1
+    return [
+        PartFound(part="projections", kernels="joint", type=kind, modules=count, replaced=not why, why=why)
+        for (kind, why), count in counts.items()
+    ]
 
 
 def joined(model: nn.Module) -> list[Joint]:

@@ -25,10 +25,10 @@ from stepscope.core.workloads import Workload
 from stepscope.kernels.parts.projections import lie_together
 from stepscope.recording.step import Phase
 from stepscope.training.attention import implementation
-from stepscope.training.attention.pytorch import calls_seen, swap_attention
+from stepscope.training.attention.pytorch import attention_found, calls_held, swap_attention
 from stepscope.training.checkpointing import OUTPUTS_KEPT_OF_ANY, KeptCalls, checkpointed
 from stepscope.training.optimizer import updated_by
-from stepscope.training.parts.replaced import join_projections, joined, replace_in
+from stepscope.training.parts.replaced import join_projections, joined, projections_found, replace_in
 from stepscope.training.training_step import AssembledStep, Share, StepParts, check_choices, in_16_bits
 from stepscope.training.user_module.user_code import (
     Call,
@@ -531,21 +531,25 @@ def swapped(user_module: UserModule, choices: Workload) -> UserModule:
     place. Raises InputError, one line, where they replace nothing, or where gradients are others."""
     if choices.attention is None and choices.projections == "apart":
         return user_module
-    own = _gradients_of(user_module)
+    own, found = _gradients_of(user_module), [*user_module.found]
     for what, swap in _swaps(user_module.module, choices).items():
         undo = swap()
-        calls_seen()
         try:
-            _hold(user_module, own, what)
-            taken, why_not = calls_seen()
-            if what.startswith("attention") and not taken:
+            with calls_held() as calls:
+                _hold(user_module, own, what)
+            if what.startswith("attention") and not any(not why_not for _, why_not in calls):
+                why_not = next((why for _, why in calls), "it calls none by transformers' interface")
                 raise InputError(f"{what} takes no call of {user_module.name}: {why_not}; leave out --attention")
         except InputError:
             undo()
             raise
+        if what.startswith("attention"):
+            found += attention_found(user_module.module, choices.attention or "", calls)
+        else:
+            found += projections_found(user_module.module)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()  # what the trials took is no memory of the step
-    return user_module
+    return dataclasses.replace(user_module, found=tuple(found))
 
 
 def _swaps(module: nn.Module, choices: Workload) -> dict[str, Callable[[], Callable[[], None]]]:
