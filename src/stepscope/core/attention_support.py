@@ -81,7 +81,7 @@ def predicted_attention(workload: TextbookWorkload, device_type: str) -> parts.A
     name = attention_of(workload, device_type, here=lambda _name, _device: None)  # about a machine that lacks nothing
     predicted = _predicted(workload)
     if name not in predicted:
-        step = "a step" if workload.compile == "eager" else "a compiled step"
+        step = "a step" if as_eager(workload) else "a compiled step"
         raise InputError(
             f"the memory of {step} with attention {name} is not predicted: choose one of {', '.join(predicted)}"
         )
@@ -98,25 +98,25 @@ def is_predicted(workload: Workload) -> TypeGuard[TextbookWorkload]:
     )
 
 
+def as_eager(workload: Workload) -> bool:
+    """Whether a step's memory is predicted as that of an eager one: compiled block by block, it keeps about as much,
+    and more is kept free."""
+    return workload.compile in ("eager", "blocks")
+
+
 def unpredicted(workload: TextbookWorkload) -> str | None:
     """What of a workload's choices, its attention apart, keeps its memory from being predicted, with the remedy; None
     where nothing does."""
-    if workload.compile == "blocks":
-        # The compiler chooses what each block's graph keeps, and no such peak was measured to hold formulas against.
-        return (
-            "the memory of a step compiled block by block is not predicted: ask for --compile default, or measure it "
-            "with stepscope run"
-        )
-    if PRECISIONS[workload.dtype].scaled and workload.compile != "eager":
+    eager = as_eager(workload)
+    if PRECISIONS[workload.dtype].scaled and not eager:
         # AOTAutograd chooses whether backward gets an operand in 16 bits or in 8, and by what kernels it is cast.
         return f"the memory of a compiled step in {workload.dtype} is not predicted: ask for --compile eager"
-    if workload.projections != "apart":
-        # Query, key and value are then one tensor, which stays whole while one of them is kept.
+    if workload.projections != "apart" and not eager:
+        # Whether the compiler keeps them or their product, of which all are parts, no peak has shown.
         return (
-            "the memory of a step with projections joint is not predicted: choose --projections apart, or measure it "
-            "with stepscope run"
+            "the memory of a compiled step with projections joint is not predicted: choose --projections apart, or "
+            "--compile eager or blocks"
         )
-    eager = workload.compile == "eager"
     part = parts.unpredicted_part(workload.parts, eager=eager)
     if part is not None:
         step = "a step" if eager else "a compiled step"
@@ -129,5 +129,5 @@ def unpredicted(workload: TextbookWorkload) -> str | None:
 
 
 def _predicted(workload: TextbookWorkload) -> list[parts.Attention]:
-    steps = ("always", "eager") if workload.compile == "eager" else ("always",)
+    steps = ("always", "eager") if as_eager(workload) else ("always",)
     return [name for name, record in parts.ATTENTIONS.items() if record.predicted in steps]

@@ -336,7 +336,7 @@ def memory_of(plan: SweepPlan) -> Budget | None:
 
 def is_foretold(workload: Workload) -> TypeGuard[TextbookWorkload]:
     """Whether it can be said before that this step fits. Of ranks, only what a layout of plans stands for."""
-    if not is_predicted(workload):
+    if not is_predicted(workload) or workload.compile == "blocks":  # which may need less than is predicted
         return False
     return workload.parallel == NOT_PARALLEL or layout_of(workload) is not None
 

@@ -7,6 +7,7 @@ recorded on an H200, both are compared with the GPU's own events.
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.allocations.prediction.estimate import STEPS, SymbolicStep, estimate
@@ -189,6 +190,15 @@ def test_what_is_taken_from_the_device_is_alike_for_odd_sizes_and_a_large_vocabu
     assert symbolic.reserved_peak == pytest.approx(fake.reserved_peak, rel=0.002)
     for name in ("forward_peak", "saved_for_backward", "backward_peak", "optimizer_peak"):
         assert getattr(symbolic, name) == pytest.approx(getattr(fake, name), rel=0.01), name
+
+
+@pytest.mark.parametrize("seed", [4, *at_length(0, 1, 2, 3, 5, 6, 7)])
+def test_both_have_the_peaks_of_joint_projections(seed: int):
+    """Fake tensors count what a product has beside its operands, and show no allocation of it."""
+    workload = msgspec.structs.replace(drawn(seed), projections="joint")
+    symbolic, fake = estimate(workload), estimate_by_running(workload).memory
+    for name in ("after_parameters", "forward_peak", "saved_for_backward", "backward_peak", "optimizer_peak"):
+        assert getattr(symbolic, name) == pytest.approx(getattr(fake, name), abs=512), name
 
 
 @pytest.mark.parametrize(

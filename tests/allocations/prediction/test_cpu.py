@@ -349,6 +349,37 @@ def test_fused_parts_with_products_of_8_bits(checkpointing: str, dtype: str):
     assert_alike(three(dtype=dtype, attention="sdpa", checkpointing=checkpointing, **FUSED), SCALES)
 
 
+@pytest.mark.usefixtures("no_launches")
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+@pytest.mark.parametrize("dtype", ["fp32", *at_length("fp16")])
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"checkpointing": "selective", "d_model": 64, "heads": 4, "kv_heads": 2},
+        {"checkpointing": "every-2", "d_ff": 512},
+        FUSED,
+        *at_length(
+            {"seq_len": 64},
+            {"phase": "forward"},
+            {"d_model": 64, "heads": 4, "kv_heads": 1},
+            {"d_model": 64, "heads": 1},
+            {"phase": "train", "batch_size": 4, "accumulation": 2},
+            {**FUSED, "checkpointing": "every-1"},
+            {"mlp": "fused", "checkpointing": "selective"},
+            {"rope": "fused", "d_model": 64, "heads": 4, "kv_heads": 2},
+        ),
+    ],
+    ids=lambda choices: " ".join(map(str, choices.values())) or "as it is",
+)
+def test_joint_projections_are_predicted_to_the_byte(choices: dict[str, Any], dtype: str, attention: str):
+    """What is kept of one of them keeps them all, and so do the gradients of their weights."""
+    workload = three(projections="joint", dtype=dtype, attention=attention, **choices)
+    if workload.phase != "forward" and workload.checkpointing == "none":
+        assert kept_in_truth(workload) == kept_by_symbolic_model(workload)
+    assert_alike(workload)
+
+
 def test_what_is_not_predicted_of_parts_is_refused_in_one_line():
     with pytest.raises(
         InputError, match=r"^the memory of a step with loss liger is not predicted: choose --loss refer"
@@ -356,5 +387,7 @@ def test_what_is_not_predicted_of_parts_is_refused_in_one_line():
         estimate(three(loss="liger"), "cpu")
     with pytest.raises(InputError, match="the memory of a compiled step with norm fused is not predicted"):
         estimate(three(compile="default", **FUSED), "cpu")
+    with pytest.raises(InputError, match="compiled step with projections joint is not predicted: choose --proj"):
+        estimate(three(compile="default", projections="joint"), "cpu")
     with pytest.raises(InputError, match="norm fused cannot be run on fake tensors"):
         estimate_by_running(three(norm="fused"))

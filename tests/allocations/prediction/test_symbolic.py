@@ -331,6 +331,7 @@ class Noted(CachingAllocator):
         {"dtype": "bf16", "accumulation": 2, "checkpointing": "every-1", "optimizer": "adamw-bf16-state"},
         {"attention": "sdpa", "dtype": "bf16-master", "checkpointing": "every-2", "clip": 1.0},
         {"attention": "sdpa", "dtype": "fp8", "checkpointing": "selective", "seq_len": 64},
+        {"projections": "joint", "dtype": "bf16", "accumulation": 2, "checkpointing": "selective"},
         {"compile": "default", "dtype": "bf16", "accumulation": 4},
         {"phase": "forward", "dtype": "bf16"},
     ],

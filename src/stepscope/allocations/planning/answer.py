@@ -29,7 +29,7 @@ from stepscope.allocations.planning.times import (
     said_of,
 )
 from stepscope.allocations.prediction.estimate import estimate
-from stepscope.allocations.prediction.fit import divisors
+from stepscope.allocations.prediction.fit import OF_COMPILED_PARTS, divisors
 from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, bytes_of
 from stepscope.core import answer
 from stepscope.core.attention_support import is_predicted
@@ -196,7 +196,8 @@ def _lead(planning: Planning) -> Iterable[answer.Line]:
             f"{' and '.join(map(str, numbers))} ranks ({network.source}), not what the name says: among {fit.ranks}, "
             f"{kind} waits {format_seconds(fit.latency_s)}{moved}{others}."
         )
-    for sentence in planning.machine.rates.assumptions:
+    of_blocks = (OF_COMPILED_PARTS,) if workload.compile == "blocks" else ()
+    for sentence in (*planning.machine.rates.assumptions, *of_blocks):
         yield answer.Line(sentence, "aside")
     if question.ranks > 1:
         products, other_kernels = beside(planning.machine.rates, network)

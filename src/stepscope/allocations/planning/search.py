@@ -10,7 +10,14 @@ import msgspec
 
 from stepscope.allocations.planning.times import Clock, Rates, StepTime, rates_of
 from stepscope.allocations.prediction.estimate import estimate
-from stepscope.allocations.prediction.fit import QUICK_SAFETY, SAFETY, Budget, divisors, will_fit
+from stepscope.allocations.prediction.fit import (
+    QUICK_SAFETY,
+    Budget,
+    divisors,
+    safety_of,
+    share_for_compiled,
+    will_fit,
+)
 from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, memory_of_ranks
 from stepscope.core.checkpointing import KEEPING, keeping, most_that_fit, offload_of, spans_of
 from stepscope.core.device_spec import DeviceSpec
@@ -310,7 +317,8 @@ def search(question: Question, machine: Machine, *, shown: int = SHOWN) -> Plan:
     space = Space(question)
     if question.ranks == 1 and question.model.experts == 1:
         return _of_one_rank(question, machine, clock, space)
-    tried = _Tried(question, memory, clock, machine.room(question.ranks))
+    room = int(machine.room(question.ranks) * (1 - share_for_compiled(question.workload)))
+    tried = _Tried(question, memory, clock, room)
     for grid in space.grids():
         for alike in space.layouts(grid):
             tried.add(alike)
@@ -483,7 +491,7 @@ def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Spac
         return plan, will_fit(workload, machine.budget, predicted), predicted.reserved_peak or peak
 
     every: list[Layout] = []
-    layers, room = question.model.config.layers, int(machine.budget.usable_bytes * (1 - SAFETY))
+    layers, room = question.model.config.layers, int(machine.budget.usable_bytes * (1 - safety_of(question.workload)))
     for grid in space.grids():
         for alike in space.layouts(grid):
             every += alike

@@ -12,6 +12,7 @@ from stepscope.allocations.prediction.fit import (
     GRAPH_SAFETY,
     MOST_GPUS,
     MOST_SEARCHED,
+    OF_COMPILED_PARTS,
     FakeEstimate,
     Fit,
     Largest,
@@ -53,7 +54,7 @@ from stepscope.core.workloads import TextbookWorkload, Workload, by_sizes
 
 _SYMBOLS = {
     "batch_size": "B", "seq_len": "S", "d_model": "M", "d_ff": "F", "heads": "H", "head_dim": "D",
-    "key_width": "K", "bytes": "bytes",
+    "key_width": "K", "qkv_width": "(M + 2 K)", "gate_up_width": "2 F", "bytes": "bytes",
 }  # fmt: skip
 
 AnyFit = Fit[MemoryEstimate] | Fit[FakeEstimate]
@@ -88,6 +89,8 @@ def answer_fit(fit: AnyFit, *, searched: bool = True) -> Answer:
         tables.append(text(Line(_OF_STEP_GRAPHS, "care")))
     elif fit.workload.compile in ("reduce-overhead", "max-autotune"):
         tables.append(text(Line(_OF_CUDA_GRAPHS, "care")))
+    if isinstance(fit.workload, TextbookWorkload) and fit.workload.compile == "blocks":
+        tables.append(text(Line(OF_COMPILED_PARTS, "care")))
     if fit.fits is False and (searched or fit.plans):
         tables += _ways(fit)
     return _answer(f"Does it fit into {fit.budget.said}?" if fit.budget else "What is the peak?", fit.workload, tables)
@@ -324,11 +327,7 @@ def _doubts(fit: AnyFit) -> Iterator[Line]:
             "care",
         )
     if unseen.compiled:
-        yield Line(
-            "The model is under torch.compile, and predicted as it runs without: what compiled kernels keep and take "
-            "is not known, and more memory is kept free.",
-            "care",
-        )
+        yield Line(OF_COMPILED_PARTS, "care")
     if unseen.bucket_bytes:
         lie = "in which the gradients lie" if unseen.grads_in_buckets else "beside the gradients"
         yield Line(
@@ -453,8 +452,8 @@ def _reasons(workload: TextbookWorkload) -> Iterator[str]:
 
 _GROUPS: tuple[tuple[str, Callable[[tuple[str, ...]], bool]], ...] = (
     ("scores", lambda names: names.count("seq_len") == 2 and "heads" in names),
-    ("feed-forward", lambda names: "d_ff" in names),
-    ("stream, norms, q, k, v", lambda names: "d_model" in names or "key_width" in names),
+    ("feed-forward", lambda names: "d_ff" in names or "gate_up_width" in names),
+    ("stream, norms, q, k, v", lambda names: not {"d_model", "key_width", "qkv_width"}.isdisjoint(names)),
 )
 """What blocks keep, by the dimensions of the tensors."""
 

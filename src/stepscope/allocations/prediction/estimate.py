@@ -16,6 +16,7 @@ import msgspec
 
 from stepscope.allocations.prediction.caching_allocator import NO_BLOCK, CachingAllocator, OutOfMemory
 from stepscope.allocations.prediction.symbolic_model import (
+    JOINT,
     BlockParameters,
     CompiledSymbolicModel,
     FusedSymbolicModel,
@@ -31,7 +32,7 @@ from stepscope.allocations.prediction.symbolic_tensors import (
     Tape,
     Tensor,
 )
-from stepscope.core.attention_support import unpredicted
+from stepscope.core.attention_support import as_eager, unpredicted
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CATEGORIES, MemoryCategory
 from stepscope.core.formulas.transformer import aligned_numbers, moment_blocks, moment_bytes
@@ -137,10 +138,9 @@ def symbolic_model(workload: TextbookWorkload, device_type: DeviceType) -> Symbo
     if PRECISIONS[workload.dtype].scaled:
         check_scaled_layers(takes_scaled(config.d_model, config.d_model), workload.dtype)
         check_scaled_rows(workload.micro_batch_size * workload.seq_len)
-    eager = workload.compile == "eager"
     if any(name != REFERENCE for name in workload.parts.values()):
         return FusedSymbolicModel(workload, device_type)
-    return (SymbolicModel if eager else CompiledSymbolicModel)(workload, device_type)
+    return (SymbolicModel if as_eager(workload) else CompiledSymbolicModel)(workload, device_type)
 
 
 _CHUNK = 1024
@@ -209,7 +209,8 @@ class SymbolicStep:
         keeps_masters = PRECISIONS[workload.dtype].masters and workload.phase == "train"
         cast = any(size != 4 for _, size in tensors)
         made = [4 * elements for elements, _ in tensors]
-        if cast:
+        joint = [[block[name] for name in names] for block in model.blocks for names in JOINT if model.joint]
+        if cast or joint:
             storages = [self._stay(size, "parameters") for size in made]
         else:
             storages = self._ledger.together(made, CATEGORIES.index("parameters"))
@@ -219,6 +220,11 @@ class SymbolicStep:
                     storages[i].become(CATEGORIES.index("optimizer state"))
                     self._resident.append(storages[i])
                 storages[i] = self._stay(size * elements, "parameters")
+        places = {p.name: i + 2 if i else 0 for i, p in enumerate(model.parameters)}
+        for weights in joint:  # kernels/parts/projections.py `lie_together`
+            block = self._stay(sum(weight.bytes for weight in weights), "parameters")
+            for weight in weights:
+                storages[places[weight.name]] = block
         self._resident += storages
         self._resident += [self._stay(workload.tokens * 8, "inputs") for _ in range(2 * DISTINCT_BATCHES)]
 
@@ -500,9 +506,13 @@ class PlayedStep(SymbolicStep):
                 self._begin(BACKWARD if group else FORWARD)
             self._play(requests, made[kind].setdefault(group, []), made, group if kind in _OF_GROUPS else 0)
             self._end()
-        for parameter, (kind, group, number) in gradients:
-            size, block = parameter.bytes, made[kind][group][number]
-            parameter.gradient = Storage(self._ledger, size, CATEGORIES.index("gradients"), block, size)
+        held: dict[_Place, Storage] = {}
+        for parameter, place in gradients:
+            if place not in held:  # those of joint projections lie in one block
+                (kind, group, number), size = place, parameter.bytes
+                block = made[kind][group][number]
+                held[place] = Storage(self._ledger, size, CATEGORIES.index("gradients"), block, size)
+            parameter.gradient = held[place]
         self._last_loss = made[loss[0]][loss[1]][loss[2]] if loss else NO_BLOCK
 
     def _play(
@@ -673,8 +683,9 @@ def _described(workload: TextbookWorkload, storage: Storage, operators: tuple[st
     size = {
         "batch_size": batch, "seq_len": length, "d_model": config.d_model, "d_ff": config.d_ff,
         "heads": config.heads, "head_dim": config.head_dim, "key_width": config.key_width,
+        "qkv_width": config.d_model + 2 * config.key_width, "gate_up_width": 2 * config.d_ff,
     }  # fmt: skip
-    shapes = _WEIGHTS if is_weight else _ACTIVATIONS
+    shapes = _WEIGHTS if is_weight else _ACTIVATIONS if workload.projections == "apart" else (*_JOINT, *_ACTIVATIONS)
     if _OF_SCORES & set(operators):  # sizes of other shapes may be equal
         shapes = sorted(shapes, key=lambda shape: shape[0].count("seq_len") < 2)
     wide = workload.dtype in ("fp32", "tf32")
@@ -700,6 +711,10 @@ _OF_SCORES = {"Bmm", "Softmax", "SafeSoftmax"}
 
 _Shapes = tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
 _WEIGHTS: _Shapes = ((("d_model", "d_model"), (2,)), (("d_model", "d_ff"), (2,)), (("key_width", "d_model"), (2,)))
+_JOINT: _Shapes = (
+    (("batch_size", "seq_len", "qkv_width"), (4, 2)),
+    (("batch_size", "seq_len", "gate_up_width"), (4, 2)),
+)
 _ACTIVATIONS: _Shapes = (
     (("batch_size", "seq_len", "d_model"), (4, 2)),
     (("batch_size", "seq_len", "key_width"), (4, 2)),

@@ -40,6 +40,7 @@ from stepscope.allocations.prediction.symbolic_tensors import (
     Tape,
     Tensor,
 )
+from stepscope.core.attention_support import as_eager
 from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, spans_of
 from stepscope.core.evidence import CATEGORIES
 from stepscope.core.formulas import planned_model
@@ -325,14 +326,14 @@ class FusedRankModel(RankModel, FusedSymbolicModel):
     """A rank's part of a model with fused parts."""
 
 
-def rank_model(stage: Stage) -> RankModel:
+def rank_model(stage: Stage, *, eager: bool) -> RankModel:
     """The model of a rank, as the workload runs it: op by op, with fused parts, or compiled.
 
     Compiling leaves fused parts as they are, and fuses what lies between them, which is little; it is left out.
     """
     if any(name != REFERENCE for name in stage.workload.parts.values()):
         return FusedRankModel(stage)
-    return (RankModel if stage.workload.compile == "eager" else CompiledRankModel)(stage)
+    return (RankModel if eager else CompiledRankModel)(stage)
 
 
 # What a stage of a model needs on one rank of a layout, by running one micro-batch symbolically.
@@ -443,7 +444,7 @@ class _CountingTape(Tape):
 @functools.lru_cache(maxsize=65536)
 def stage_needs(stage: Stage) -> StageNeeds:
     """Run the stage's forward and backward, alike blocks as one piece."""
-    ledger, model, units = Ledger(), rank_model(stage), None
+    ledger, model, units = Ledger(), rank_model(stage, eager=as_eager(stage.workload)), None
     model.abridged = True
     if stage.shards is not None:
         units = model.units = ShardedUnits(stage.shards, ledger, keeps=stage.gradients == "made")
@@ -490,7 +491,7 @@ def _forward(stage: Stage, model: RankModel, tape: Tape) -> Tensor:
 @functools.lru_cache(maxsize=8192)
 def moved_by_stage(stage: Stage) -> Moved:
     """Bytes that the stage's elementwise operations read and write, each block run as it is."""
-    ledger, model = _CountingLedger(), rank_model(stage)
+    ledger, model = _CountingLedger(), rank_model(stage, eager=stage.workload.compile == "eager")
     for parameter in model.parameters:
         parameter.gradient = ledger.storage(0)
     tape = _CountingTape(ledger, recording=True)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from stepscope.allocations.prediction.symbolic_tensors import (
     KEPT_OPERATORS,
     Node,
+    Offloaded,
     Parameter,
     Segment,
     Storage,
@@ -146,34 +147,13 @@ class ScaledProducts(NamedTuple):
         return [tape.storage(elements), scale]
 
 
-class _Offloaded:
-    """What a block keeps for backward in the host's memory (`training/checkpointing.py`, whose copies hold the device's
-    until they are made): all that its segment keeps but the last, which backward does not ask for."""
-
-    def __init__(self, segment: Segment) -> None:
-        segment.kept.pop().release()
-        self._kept = segment.kept
-        self._away: list[int] = []
-
-    def leave(self) -> None:
-        """The copies are made: the device has the memory again."""
-        self._away += [storage.bytes for storage in self._kept]
-        for storage in self._kept:
-            storage.release()
-        self._kept.clear()
-
-    def fetch(self, tape: Tape) -> None:
-        self._kept.extend(tape.storage(size) for size in self._away)
-        for storage in self._kept:
-            storage.save()
-        self._away.clear()
-
-
 _CAST = CATEGORIES.index("cast copies")
-
 
 BlockParameters = dict[str, Parameter]
 """A block's parameters by their name inside the block, without `.weight`."""
+
+JOINT = ("attention.query", "attention.key", "attention.value"), ("feed_forward.gate", "feed_forward.up")
+"""The weights that joint projections have as one product each."""
 
 
 class SymbolicModel:
@@ -197,6 +177,7 @@ class SymbolicModel:
             if self.sizes.scaled
             else None
         )
+        self.joint = workload.projections == "joint"
         config = workload.model
         self.d_model, self.d_ff = config.d_model, config.d_ff
         self.tokens = workload.micro_batch_size * workload.seq_len
@@ -274,10 +255,10 @@ class SymbolicModel:
     ) -> Tensor:
         """All blocks, one after another, which keep what `selective` does. What is offloaded of a block comes back when
         backward reaches the next block that offloads, and that of the last, when it reaches the blocks."""
-        leaving: deque[_Offloaded | None] = deque()
-        last: _Offloaded | None = None
+        leaving: deque[Offloaded | None] = deque()
+        last: Offloaded | None = None
 
-        def fetching(block: _Offloaded, tape: Tape, gradient: Storage) -> Sequence[Storage]:
+        def fetching(block: Offloaded, tape: Tape, gradient: Storage) -> Sequence[Storage]:
             """The backward of what a block returns, before the block's own."""
             while leaving:
                 if (other := leaving.popleft()) is not None:
@@ -288,7 +269,7 @@ class SymbolicModel:
         for span, group in ((span, group) for span, groups in blocks for group in groups):
             segment = Segment(partial(self._run_group, blocks=group), x, KEPT_OPERATORS["selective"])
             x = tape.run(segment)
-            offloaded = _Offloaded(segment) if span.on_host else None
+            offloaded = Offloaded(segment) if span.on_host else None
             leaving.append(offloaded)
             if len(leaving) > BLOCKS_ON_THE_WAY and (other := leaving.popleft()) is not None:
                 other.leave()
@@ -453,8 +434,16 @@ class SymbolicModel:
         return tape.op("Cat", n, size, [x], backward=backward)
 
     def _attention(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
-        q, k = self._rotated_heads(tape, x, block)
-        v = self._project(tape, x, block["attention.value"])
+        if self.joint:
+            weights = [block[name] for name in JOINT[0]]
+            # The scores of one head give gradients of keys in the order in which their product took them.
+            turned = self.workload.model.heads == 1 < self.workload.micro_batch_size and not self.fused
+            made = self._projected_jointly(tape, x, weights, turned=x.elements if turned else 0)
+            q, k, v = (self._as_heads(tape, each, weight) for each, weight in zip(made, weights, strict=True))
+            q, k = self._rotated(tape, q, k)
+        else:
+            q, k = self._rotated_heads(tape, x, block)
+            v = self._project(tape, x, block["attention.value"])
         if self.attention.memory == "scores":
             out = self._written_out(tape, q, k, v)
         elif self.attention.memory == "math" or self.no_kernel_fits:
@@ -473,9 +462,44 @@ class SymbolicModel:
         queries = self._rotary(tape, self._project(tape, x, block["attention.query"]))
         return queries, self._rotary(tape, self._project(tape, x, block["attention.key"]))
 
+    def _rotated(self, tape: Tape, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rotary(tape, q), self._rotary(tape, k)
+
     def _project(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         """A linear map whose output is viewed as heads."""
-        projected = self._linear(tape, x, weight, self.d_model)
+        return self._as_heads(tape, self._linear(tape, x, weight, self.d_model), weight)
+
+    def _projected_jointly(
+        self, tape: Tape, x: Tensor, weights: Sequence[Parameter], *, turned: int = 0, halves: bool = False
+    ) -> list[Tensor]:
+        """Linear maps of x as one product (kernels/parts/projections.py): parts of one storage, as are the gradients of
+        the weights. Gradients that come back are copied side by side, of which `turned` elements are copied before;
+        halves: they are parts of one storage already."""
+        size, itemsize, rows = self.sizes.products, weights[0].itemsize, x.elements // self.d_model
+        elements = sum(weight.elements for weight in weights)
+        made, cast_bytes = rows * elements // self.d_model, elements * size if itemsize != size else 0
+        waiting: list[Storage] = []
+
+        def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
+            _others, waiting[:] = waiting.copy(), ()
+            _turned = tape.storage(turned * size)
+            together = tape.storage(0 if halves else made * size)
+            joined = tape.storage(cast_bytes, _CAST)
+            of_x = tape.storage(rows * self.d_model * size)
+            tape.take_workspace("JointMm")
+            del joined
+            of_weights = tape.storage(elements * size)
+            del together
+            of_weights = tape.storage(elements * itemsize) if cast_bytes else of_weights
+            return of_x, *[of_weights] * len(weights)
+
+        x = tape.cast(x, size)
+        _joined = tape.storage(0 if tape.has_kept("JointMm") else cast_bytes, _CAST)
+        y = tape.op("JointMm", made, size, [x, *weights], saves=[x], backward=backward, saves_late=True)
+        parts = [Tensor(y.storage, rows * w.elements // self.d_model, size, y.node) for w in weights]
+        return [parts[0], *(tape.second_result(part, waiting) for part in parts[1:])]
+
+    def _as_heads(self, tape: Tape, projected: Tensor, weight: Parameter) -> Tensor:
         heads = weight.elements // (self.d_model * self.workload.model.head_dim)
         if self.fused or heads == 1 or not tape.recording:
             return projected
@@ -602,8 +626,17 @@ class SymbolicModel:
         )  # fmt: skip
 
     def _feed_forward(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
-        inner = self._gated(tape, x, block)
+        if self.joint:
+            weights, halves = [block[name] for name in JOINT[1]], self.workload.mlp != REFERENCE
+            gate, up = self._projected_jointly(tape, x, weights, halves=halves)  # both live until `down` has returned
+            inner = self._silu_product(tape, gate, up)
+        else:
+            inner = self._gated(tape, x, block)
         return self._linear(tape, inner, block["feed_forward.down"], self.d_ff)
+
+    def _silu_product(self, tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
+        active = tape.op("Silu", gate.elements, gate.itemsize, [gate], saves=[gate])
+        return tape.op("Mul", up.elements, up.itemsize, [active, up], saves=[active, up])
 
     def _gated(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
         """silu(gate(x)) * up(x)."""
@@ -696,7 +729,7 @@ class FusedSymbolicModel(SymbolicModel):
 
         inputs, saved = [x, branch, weight], [total, roots]
         normal = tape.op("AddRmsNorm", elements, self.sizes.products, inputs, also_saves=saved, backward=backward)
-        return _second_result(tape, Tensor(total, elements, itemsize, normal.node), of_total), normal
+        return tape.second_result(Tensor(total, elements, itemsize, normal.node), of_total), normal
 
     def _of_norm(self, elements: int, weight: Parameter) -> Callable[[Tape], Storage]:
         """Makes the gradient of a norm's weight: each program's share, and their sum."""
@@ -715,7 +748,11 @@ class FusedSymbolicModel(SymbolicModel):
         if "rope" not in self._fused_parts:
             return super()._rotated_heads(tape, x, block)
         q = self._project(tape, x, block["attention.query"])
-        k = self._project(tape, x, block["attention.key"])
+        return self._rotated(tape, q, self._project(tape, x, block["attention.key"]))
+
+    def _rotated(self, tape: Tape, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        if "rope" not in self._fused_parts:
+            return super()._rotated(tape, q, k)
         sizes = (q.elements * q.itemsize, k.elements * k.itemsize)
         of_keys: list[Storage] = []
 
@@ -726,14 +763,20 @@ class FusedSymbolicModel(SymbolicModel):
 
         queries = tape.op("Rotate", q.elements, q.itemsize, [q, k], backward=backward)
         keys = Tensor(tape.storage(sizes[1]), k.elements, k.itemsize, queries.node)
-        return queries, _second_result(tape, keys, of_keys)
+        return queries, tape.second_result(keys, of_keys)
 
     def _gated(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
         if "mlp" not in self._fused_parts:
             return super()._gated(tape, x, block)
         gate = self._linear(tape, x, block["feed_forward.gate"], self.d_model)
-        up = self._linear(tape, x, block["feed_forward.up"], self.d_model)
-        return tape.op("SiluProduct", up.elements, up.itemsize, [gate, up], saves=[gate, up])
+        return self._silu_product(tape, gate, self._linear(tape, x, block["feed_forward.up"], self.d_model))
+
+    def _silu_product(self, tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
+        if "mlp" not in self._fused_parts:
+            return super()._silu_product(tape, gate, up)
+        both = 2 * up.elements * up.itemsize
+        in_one = (lambda tape, _: (tape.storage(both),) * 2) if self.joint else None  # as halves of one tensor's rows
+        return tape.op("SiluProduct", up.elements, up.itemsize, [gate, up], saves=[gate, up], backward=in_one)
 
     # ---- loss
 
@@ -771,16 +814,6 @@ class FusedSymbolicModel(SymbolicModel):
         )
         self._stream = None
         return loss
-
-
-def _second_result(tape: Tape, result: Tensor, gradients: list[Storage]) -> Tensor:
-    """The second result of the operation whose node it has. Its gradient waits in the list for the first one's."""
-
-    def keep(_tape: Tape, gradient: Storage) -> Sequence[None]:
-        gradients.append(gradient)
-        return (None,)
-
-    return tape.alias("Result", result, keep)
 
 
 class CompiledSymbolicModel(SymbolicModel):

@@ -19,7 +19,7 @@ _INDEX = {category: i for i, category in enumerate(CATEGORIES)}
 _SAVED, _TEMPORARY, _GRADIENT = _INDEX["saved for backward"], _INDEX["temporaries"], _INDEX["gradients"]
 _ROUNDING = _INDEX["rounding"]
 
-PRODUCTS = frozenset({"Mm", "Bmm", "ScaledMm"})
+PRODUCTS = frozenset({"Mm", "Bmm", "ScaledMm", "JointMm"})
 ATTENTION = frozenset({"Attention"})
 KEPT_OPERATORS = {"selective": PRODUCTS | ATTENTION, "attention": ATTENTION}
 """Operators whose outputs a checkpointing keeps, by its name."""
@@ -252,6 +252,29 @@ class Segment:
         self._let_go()
 
 
+class Offloaded:
+    """What a block keeps for backward in the host's memory (`training/checkpointing.py`, whose copies hold the device's
+    until they are made): all that its segment keeps but the last, which backward does not ask for."""
+
+    def __init__(self, segment: Segment) -> None:
+        segment.kept.pop().release()
+        self._kept = segment.kept
+        self._away: list[int] = []
+
+    def leave(self) -> None:
+        """The copies are made: the device has the memory again."""
+        self._away += [storage.bytes for storage in self._kept]
+        for storage in self._kept:
+            storage.release()
+        self._kept.clear()
+
+    def fetch(self, tape: "Tape") -> None:
+        self._kept.extend(tape.storage(size) for size in self._away)
+        for storage in self._kept:
+            storage.save()
+        self._away.clear()
+
+
 class _AllIsSaved(Exception):
     """Raised when a segment that is run again has made the last tensor that backward needs."""
 
@@ -280,9 +303,13 @@ class Tape:
         """Whether this is the second run of a checkpoint, for its backward."""
         return self._rerun is not None
 
+    def has_kept(self, operator: str) -> bool:
+        """Whether the operator is not run: a checkpoint runs again, and kept what it returned."""
+        return self._rerun is not None and operator in self._rerun.keeps and bool(self._rerun.kept)
+
     def output(self, operator: str, size: int) -> Storage:
         """Memory for an operator's output. If checkpointing keeps it, forward gets the same memory when rerun."""
-        if self._rerun is not None and operator in self._rerun.keeps and self._rerun.kept:
+        if self._rerun is not None and self.has_kept(operator):
             kept = self._rerun.kept.popleft()
             kept.release()
             return kept
@@ -341,6 +368,15 @@ class Tape:
         """A view that has its own node, since its backward does something; it shares the storage of x."""
         node = self._node(operator, [x, *parameters], saved, backward, False) if self.recording else None
         return Tensor(x.storage, x.elements, x.itemsize, node)
+
+    def second_result(self, result: Tensor, gradients: list[Storage]) -> Tensor:
+        """Another result of the operation whose node it has. Its gradient waits in the list for the first one's."""
+
+        def keep(_tape: "Tape", gradient: Storage) -> Sequence[None]:
+            gradients.append(gradient)
+            return (None,)
+
+        return self.alias("Result", result, keep)
 
     def cast(self, x: Tensor, itemsize: int) -> Tensor:
         """x.to(dtype): a copy, or x itself when it has that dtype."""
