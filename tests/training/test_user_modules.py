@@ -122,6 +122,7 @@ instance = Net()
 number = 3
 def needs(sizes, depth=2): return Net()
 def raises(): raise KeyError("weights")
+def mismatched(): Net().load_state_dict({})
 def leaves(): sys.exit(0)
 def nothing(): return None
 def empty(): return Net(), [], square
@@ -237,7 +238,11 @@ def test_arguments_reach_the_factory(file: str):
         ("make.inner", "has no 'make.inner'"),
         ("number", "gave int, and no nn.Module"),
         ("nothing", "gave NoneType, and no nn.Module"),
-        ("raises", "fails: KeyError: 'weights'"),
+        ("raises", r"fails: KeyError: 'weights' \(\S+.py:88\)$"),
+        (
+            "mismatched",
+            r"fails: RuntimeError: Error.* for Net: Missing key.* \(\S+.py:\d+\)$",
+        ),
         ("leaves", "fails: SystemExit: 0"),
         ("empty", "has no batch: it gave an empty list"),
         ("exhausted", "has no batch: it gave tuple_iterator that gives none"),
@@ -248,15 +253,15 @@ def test_arguments_reach_the_factory(file: str):
         ("no_number", r"has no loss: forward returned a tensor \(4, 5\) of torch.float32, and no floating tensor"),
         ("counts", r"its loss function returned a tensor \(\) of torch.int64"),
         ("bad_shape", "fails in forward: RuntimeError"),
-        ("bad_backward", "fails in backward: ValueError: not written yet"),
+        ("bad_backward", r"fails in backward: ValueError: not written yet \(\S+.py:\d+\)$"),
         ("immovable", "the batch of .* cannot be moved to cpu: RuntimeError: stays here"),
         ("scripted", "is compiled by torch.jit"),
         ("others_optimizer", "its optimizer holds none of the module's parameters"),
         ("no_optimizer", "the optimizer is str, and no torch.optim.Optimizer"),
         ("failing_phase", "fails in late: IndexError: tuple index out of range"),
-        ("failing_optimizer", "fails in optimizer: Unsayable$"),
-        ("unsayable", "fails: Unsayable$"),
-        ("unsayable_forward", "fails in forward, in its loss function: Unsayable$"),
+        ("failing_optimizer", r"fails in optimizer: Unsayable \(\S+.py:\d+\)$"),
+        ("unsayable", r"fails: Unsayable \(\S+.py:\d+\)$"),
+        ("unsayable_forward", r"fails in forward, in its loss function: Unsayable \(\S+.py:136\)$"),
         ("bad_phase", r"a step with the phase \('forward', 3\): each is a name and a function"),
     ],
 )

@@ -5,6 +5,7 @@ import functools
 import re
 import sys
 import sysconfig
+import traceback
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import TextIO, TypeVar
@@ -122,16 +123,45 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def named_line(error: BaseException, limit: int = 300) -> str:
-    """The exception's class and its first line: `ValueError: no more`. An error of our own is its message alone."""
-    line = _first_line(error)
-    if not line or isinstance(error, StepscopeError):
+    """The exception's class, its message on one line, and the line of the user's own code that raised it: `ValueError:
+    no more (train.py:12)`. An error of our own is its message alone."""
+    if isinstance(error, StepscopeError):
         return one_line(error, limit)
-    return printable(f"{type(error).__name__}: {line}", limit)
+    lines = [line for line in map(str.strip, message_of(error).splitlines()) if line]
+    words = f"{type(error).__name__}: {' '.join(lines)}".removesuffix(": ")
+    if len(lines) > 1 and len(words) > limit:  # the first lines say most; of one line the end may
+        words = f"{words[: limit - 1]}…"
+    place = raised_at(error)
+    return printable(words, limit) + (f" ({place})" if place else "")
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line of a user's own file that the exception came through, as file:line; empty where there is none,
+    or where the message has it."""
+    passed = [] if isinstance(error, SyntaxError) else traceback.walk_tb(error.__traceback__)
+    files = [(frame.f_code.co_filename, line) for frame, line in passed]
+    own = [(file, line) for file, line in files if _is_users(file)]
+    if not own:
+        return ""
+    file, line = own[-1]
+    with contextlib.suppress(ValueError, OSError):
+        file = str(Path(file).relative_to(Path.cwd()))
+    return f"{printable(portable_path(file))}:{line}"
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    """Whether a file is neither ours nor a library's. Libraries may lie in places that this Python does not name."""
+    is_library = file.startswith(install_places()) or {"site-packages", "dist-packages"} & {*PurePath(file).parts}
+    return not is_library and Path(file).is_file()
 
 
 def message_of(error: BaseException) -> str:
-    """The exception's message; empty where its own `__str__` raises."""
+    """The exception's message, of several lines also without the quotes of a KeyError; empty where its own `__str__`
+    raises."""
     try:
+        if isinstance(error, KeyError) and "\n" in str(error.args[0]):
+            return str(error.args[0])
         return str(error)
     except Exception:  # A user's own class may raise anything.
         return ""
