@@ -169,5 +169,5 @@ def test_devices_are_named_as_people_name_them(name: str, found: str):
 )
 def test_another_name_is_answered_by_those_that_it_may_mean(name: str, words: str):
     with pytest.raises(InputError) as refused:
-        device_named(name)
+        device_named(name, otherwise="; or say --memory")
     assert words in str(refused.value) and len(str(refused.value)) < 400

@@ -242,7 +242,7 @@ def test_the_command_measures_them_and_says_what_was_replaced(file: Path):
             ("run", "--loss", "fused", *QUICK),
             "loss fused replaces nothing in Net: it has no causal language model of t",
         ),
-        (("fit", "--kernels", "fused"), "cannot be run on fake tensors: leave out --kernels, --norm, --mlp and --loss"),
+        (("fit", "--kernels", "fused"), "cannot be run on fake tensors: leave out kernels, norm, mlp and loss"),
         (("run", "--norm", "liger", *QUICK), "norm liger runs on cuda, not on cpu: choose --norm reference"),
     ],
 )

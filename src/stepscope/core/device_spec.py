@@ -292,7 +292,7 @@ _PLAIN: dict[str, str] = dict.fromkeys(("h100", "h100 sxm", "h100 sxm5"), "NVIDI
 _MOST_NAMES = 8
 
 
-def device_named(name: str, *, otherwise: str = "; or say --memory, as in --memory 80GiB") -> DeviceSpec:
+def device_named(name: str, *, otherwise: str = "") -> DeviceSpec:
     """The device of the datasheets that a name means: the one whose name ends with all of it, as 3090 does that of no
     3090 Ti, or the only one whose words begin so. Raises InputError where it is none of them, or several, as where one
     name has several memories: with those that it could be, or that are spelled alike."""
@@ -313,7 +313,7 @@ def device_named(name: str, *, otherwise: str = "; or say --memory, as in --memo
     what = "matches several devices" if matching else "is in no datasheet that stepscope has"
     known = [spec.name for spec in matching] or _alike(" ".join(wanted))
     more = f" and {len(known) - _MOST_NAMES} more" if len(known) > _MOST_NAMES else ""
-    raise InputError(f"--device {name!r} {what}: choose one of {', '.join(known[:_MOST_NAMES])}{more}{otherwise}")
+    raise InputError(f"device {name!r} {what}: choose one of {', '.join(known[:_MOST_NAMES])}{more}{otherwise}")
 
 
 def _without_size(name: str) -> str:

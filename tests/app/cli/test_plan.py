@@ -188,8 +188,8 @@ def test_closed_forms_are_the_formulas_with_the_numbers_put_in(tmp_path: Path):
     [
         ("--ranks 0", "--ranks is 0: it must be a whole number of at least 1"),
         ("--ranks 200000", "--ranks is 200000: it must be a whole number"),
-        ("--device H900", "--device 'H900' is in no datasheet that stepscope has"),
-        ("--device A100", "--device 'A100' matches several devices: choose one of NVIDIA A100-SXM4-80GB"),
+        ("--device H900", "device 'H900' is in no datasheet that stepscope has"),
+        ("--device A100", "device 'A100' matches several devices: choose one of NVIDIA A100-SXM4-80GB"),
         ("--device T4", "Tesla T4 multiplies no matrices of bf16"),
         ("--network there-is-no.json", "there-is-no.json"),
         (f"--network {ROOT}/results/cpu/parity/tiny.json", "parity/tiny.json has no latency and bandwidth: write one"),

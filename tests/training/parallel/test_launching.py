@@ -66,7 +66,7 @@ def test_every_rank_s_value_comes_home_in_order(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("raise", "rank 1 of 2 failed during the lesson: ValueError: no more"),
+        ("raise", "rank 1 of 2 failed during the lesson: ValueError: no more (tests/"),
         ("kill", "rank 1 of 2 was killed by SIGKILL during the lesson"),
         pytest.param("exit", "rank 1 of 2 ended with code 7 during the lesson: the last line", marks=pytest.mark.long),
         ("hang", "ranks 0, 1 hang during the lesson: no rank came on in 3 seconds, and all are ended"),
@@ -76,7 +76,7 @@ def test_the_rank_that_fails_is_named(how: str, said: str, monkeypatch: pytest.M
     monkeypatch.setenv("LAUNCH_TEST", str(os.getpid()))
     with pytest.raises(StepscopeError) as caught:
         launch(CALL, {"at": 1, "how": how}, ranks=2, device="cpu", silent_s=3)
-    assert str(caught.value) == said
+    assert str(caught.value).startswith(said)
     assert gone_within(5)
 
 

@@ -62,9 +62,10 @@ def budget_of_memory(memory_bytes: int) -> Budget:
     return Budget(total_bytes=memory_bytes, usable_bytes=memory_bytes, said=source)
 
 
-def budget_of_device(name: str) -> Budget:
-    """The memory of a device of the datasheets. Raises InputError for a name that is not one of them."""
-    return budget_of_spec(device_named(name))
+def budget_of_device(name: str, otherwise: str = "; or say --memory, as in --memory 80GiB") -> Budget:
+    """The memory of a device of the datasheets. Raises InputError for a name that is not one of them, which ends with
+    what to do otherwise."""
+    return budget_of_spec(device_named(name, otherwise=otherwise))
 
 
 def budget_of_spec(spec: DeviceSpec) -> Budget:

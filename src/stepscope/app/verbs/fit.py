@@ -279,7 +279,7 @@ def _budgets(memory: int | str | None, device: str | Sequence[str] | None) -> "t
         raise InputError("memory and device both say how much there is: give one of them")
     if device is not None:
         names = (device,) if isinstance(device, str) else tuple(device)
-        return [*map(budget_of_device, names)], names
+        return [budget_of_device(name, "; or give memory, as in memory='80GiB'") for name in names], names
     return ([] if memory is None else [budget_of_memory(_size(memory, "memory"))]), ()
 
 
@@ -611,9 +611,9 @@ def _moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int) -> 
 
     step = steps[0]
     if len(steps) > 1 or not isinstance(step, TextbookWorkload) or step.phase != "train":
-        raise InputError("--parallel looks at one training step of the textbook's model: give each option one value")
+        raise InputError("parallel looks at one training step of the textbook's model: give each option one value")
     if unknown := [name for name in parallel if name.partition(":")[0] not in (NOT_PARALLEL, *STRATEGIES)]:
-        choose(unknown[0], (NOT_PARALLEL, *STRATEGIES), "--parallel")
+        choose(unknown[0], (NOT_PARALLEL, *STRATEGIES), "parallel")
     shared = [
         msgspec.structs.replace(step, parallel=name, ranks=1 if name == NOT_PARALLEL else ranks) for name in parallel
     ]

@@ -165,7 +165,7 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
     spread = STEP_SPREAD if shares["spread"] is None else shares["spread"]
     if not 0 <= spread < 0.5:
         raise InputError(f"--spread is {spread:g}: write a share from 0 to 0.5, as in 0.01 for 1 %")
-    spec = device_named(device, otherwise="")
+    spec = device_named(device)
     joined = _network(network, network_for(spec)) if network else network_for(spec)
     machine = Machine(
         budget=budget_of_spec(spec),
@@ -197,7 +197,7 @@ def _explained(question: "Question", device: str, network: str | None, efficienc
         raise InputError("--explain is of one feed-forward layer, and of --layout it reads tensor=N: leave others out")
     if question.ranks % int(question.fixed.get("tensor", 1)):
         raise InputError(f"tensor={question.fixed['tensor']} does not divide --ranks {question.ranks}")
-    spec = device_named(device, otherwise="")
+    spec = device_named(device)
     joined = _network(network, network_for(spec)) if network else network_for(spec)
     rates = rates_of(spec, question.workload, efficiency)
     return answer_closed_forms(question, spec, rates.matmul_flops_per_s, joined)

@@ -157,7 +157,7 @@ def swap_attention(model: nn.Module, name: str, function: AttentionFunction) -> 
         said = ", ".join(sorted({*named} - {*_OWN})) or "no attention that transformers calls by name"
         raise InputError(
             f"attention {name} takes the place of sdpa or eager, and {type(model).__name__} has {said}; leave out "
-            "--attention"
+            "attention"
         )
     for own in {*named}:
         _register(own, name, function)  # every time: a function of this name may be another one by now
@@ -227,7 +227,7 @@ def _register(own: str, name: str, function: AttentionFunction) -> None:
             if not error <= _ROUNDING.get(q.dtype, _ROUNDING_OF_16_BITS):
                 raise InputError(
                     f"attention {name} computes something else than {type(module).__name__}: on random numbers its "
-                    f"outputs are {error:.2g} of their norm away; leave out --attention"
+                    f"outputs are {error:.2g} of their norm away; leave out attention"
                 )
         return _attention_of(function, (q, k, v), said, more).transpose(1, 2).contiguous(), None
 

@@ -254,7 +254,7 @@ class UserModule:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the trials took is no memory of the step
         if not replaced.replaced:
-            raise InputError(f"{self.name} stays as it is: {replaced}; leave out --kernels, --norm, --mlp and --loss")
+            raise InputError(f"{self.name} stays as it is: {replaced}; leave out kernels, norm, mlp and loss")
         return dataclasses.replace(self, found=replaced.found)
 
 
@@ -539,7 +539,7 @@ def swapped(user_module: UserModule, choices: Workload) -> UserModule:
                 _hold(user_module, own, what)
             if what.startswith("attention") and not any(not why_not for _, why_not in calls):
                 why_not = next((why for _, why in calls), "it calls none by transformers' interface")
-                raise InputError(f"{what} takes no call of {user_module.name}: {why_not}; leave out --attention")
+                raise InputError(f"{what} takes no call of {user_module.name}: {why_not}; leave out attention")
         except InputError:
             undo()
             raise
