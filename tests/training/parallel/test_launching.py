@@ -66,7 +66,7 @@ def test_every_rank_s_value_comes_home_in_order(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("raise", "rank 1 of 2 failed during the lesson: ValueError: no more (tests/"),
+        ("raise", "rank 1 of 2 failed during the lesson: ValueError: no more and a second line (tests/"),
         ("kill", "rank 1 of 2 was killed by SIGKILL during the lesson"),
         pytest.param("exit", "rank 1 of 2 ended with code 7 during the lesson: the last line", marks=pytest.mark.long),
         ("hang", "ranks 0, 1 hang during the lesson: no rank came on in 3 seconds, and all are ended"),
