@@ -689,7 +689,14 @@ def test_wrong_input_is_one_line(file: Path, options: tuple[object, ...], said: 
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_code_that_ends_its_process_is_one_line(tmp_path: Path):
-    (tmp_path / "ends.py").write_text("import os\ndef make(): os._exit(0)\n")
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("os._exit(0)", 2, "ended its process"),
+        ("os.kill(os.getpid(), 9)", 3, "was killed, most likely since the memory of this machine"),
+    ],
+)
+def test_code_that_ends_its_process_is_one_line(tmp_path: Path, ends: str, code: int, said: str):
+    (tmp_path / "ends.py").write_text(f"import os\ndef make(): {ends}\n")
     done = stepscope("fit", "--module", f"{tmp_path / 'ends.py'}:make")
-    assert done.returncode == 2 and "ended its process" in done.stderr
+    assert done.returncode == code and said in done.stderr

@@ -131,7 +131,7 @@ def test_what_a_watched_loop_cannot_say_is_said(attends: Path, changes: dict[str
 def test_a_loop_that_cannot_be_traced_says_why(tmp_path: Path):
     model = nn.Linear(16, 4)
     directory = watched(tmp_path, model, lambda: F.mse_loss(model(torch.ones(8, 16)), torch.zeros(8, 4)))
-    with pytest.raises(InputError, match="outside of the model, and not returned by its forward: watch"):
+    with pytest.raises(InputError, match="outside of the model, and not returned by its forward: give a factory"):
         stepscope.fit(run=directory, batch_size=16)
     (directory / TRACED_FILE).unlink()
     with pytest.raises(InputError, match="its watch left none"):

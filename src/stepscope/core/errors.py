@@ -138,10 +138,9 @@ def named_line(error: BaseException, limit: int = 300) -> str:
 def raised_at(error: BaseException) -> str:
     """The innermost line of a user's own file that the exception came through, as file:line; empty where there is none,
     or where the message has it."""
-    passed = [] if isinstance(error, SyntaxError) else traceback.walk_tb(error.__traceback__)
-    files = [(frame.f_code.co_filename, line) for frame, line in passed]
-    own = [(file, line) for file, line in files if _is_users(file)]
-    if not own:
+    passed = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in passed if _is_users(file)]
+    if not own or isinstance(error, SyntaxError):
         return ""
     file, line = own[-1]
     with contextlib.suppress(ValueError, OSError):

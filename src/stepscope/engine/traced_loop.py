@@ -112,12 +112,12 @@ class Sketch(Recorder):
         tensors = [each for each in values if isinstance(each, Tensor)]
         self._returned = [weakref.ref(each) for each in tensors]
         if not any(each.numel() == 1 and each.requires_grad for each in tensors):
-            self.why_not = "its loss is computed outside of the model, and not returned by its forward"
+            self.why_not = _LOSS_OUTSIDE
 
     def _copy(self) -> None:
         root, optimizer = self._root, self._optimizer
         if root is None or optimizer is None or self.batch is None:
-            self.why_not = "the loop ended before its model was looked at"
+            self.why_not = _ENDED_BEFORE
             return
         kept = {name: value for name, value in vars(optimizer).items() if name not in ("step", "zero_grad", "state")}
         kept |= {
@@ -130,7 +130,7 @@ class Sketch(Recorder):
         """The samples in a micro-batch, and the length of its sequences; None where it has no token ids."""
         tensors = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor) and leaf.dim()]
         if not tensors:
-            raise InputError("its batch has no tensor")
+            raise InputError("its batch has no tensor" if self.batch is not None else _ENDED_BEFORE)
         ids = next((t for t in tensors if t.dim() == 2 and t.dtype in (torch.int64, torch.int32)), None)
         return tensors[0].shape[0], ids.shape[1] if ids is not None and ids.shape[1] >= FEWEST else None
 
@@ -166,6 +166,19 @@ class Sketch(Recorder):
 
 FEWEST = 8
 """The shortest sequence that is told from other sizes."""
+
+
+_LOSS_OUTSIDE = "its loss is computed outside of the model, and not returned by its forward"
+_ENDED_BEFORE = "the loop ended before its model was looked at"
+_LEFT_NONE = "its watch left none, as of an older stepscope or a process that was killed"
+_INTERRUPTED = "it was interrupted while its model was traced"
+_GIVE = "give its model, as in --module train.py:make"
+_REMEDIES = {
+    **dict.fromkeys((_ENDED_BEFORE, _LEFT_NONE, _INTERRUPTED), f"watch the loop again, or {_GIVE}"),
+    _LOSS_OUTSIDE: "give a factory that returns (model, batch, loss), as in --module train.py:make, or let its forward "
+    "return the loss and watch it again",
+}
+"""What helps where a loop was not traced, by why; of all else that a factory gives its model."""
 
 
 def _why_not(loop: LoopStep) -> str | None:
@@ -413,7 +426,6 @@ _SAMPLES = (7, 2, 11)
 """Samples in the micro-batches that are traced besides the loop's own."""
 
 
-_INTERRUPTED = "it was interrupted while its model was traced"
 _SAID_AFTER_S = 2.0
 
 
@@ -664,7 +676,7 @@ def read_traced(directory: Path) -> Traced:
     try:
         packed = read_document(file)
     except OSError:
-        return Traced(why_not="its watch left none, as of an older stepscope or a process that was killed")
+        return Traced(why_not=_LEFT_NONE)
     try:
         plain = zlib.decompressobj().decompress(packed, LARGEST_DOCUMENT_BYTES)
     except zlib.error as error:
@@ -749,8 +761,8 @@ def fit_traced(
         return [fit_of_run(run, changes.get("batch_size"), budget) for budget in budgets or [None]]
     if traced.why_not:
         raise InputError(
-            f"run {run.id} cannot say it, since {traced.why_not}: watch the loop again, or give its model, as in "
-            "--module train.py:make; a run that measured its peak on a GPU answers for another card or --batch-size"
+            f"run {run.id} cannot say it, since {traced.why_not}: {_REMEDIES.get(traced.why_not, _GIVE)}; a run that "
+            "measured its peak on a GPU answers for another card or --batch-size"
         )
     if "seq_len" in changes and traced.seq_len is None:
         raise InputError(f"run {run.id} had no token ids, whose length --seq-len would be: leave it out")

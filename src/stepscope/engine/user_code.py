@@ -73,6 +73,11 @@ def ask_apart(
         interrupts.check()
         sender = f"{signal.Signals(-code).name}, which another process sent it"
         raise errors.InputError(f"the process of {what} was ended by {sender}: run the command again")
+    if answer is None and code == -signal.SIGKILL:
+        raise errors.DeviceError(
+            f"the process of {what} was killed, most likely since the memory of this machine, or of its container, ran "
+            "out: free some, or take a machine with more"
+        )
     if answer is None:
         end = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         raise errors.InputError(f"{what} ended its process {end} before it was done: let it return instead")

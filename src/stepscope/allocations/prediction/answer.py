@@ -294,7 +294,7 @@ def _doubts(fit: AnyFit) -> Iterator[Line]:
     unseen = fit.estimate.unseen if isinstance(fit.estimate, FakeEstimate) else None
     if isinstance(fit.estimate, FakeEstimate) and fit.estimate.basis:
         alone = (
-            " Of another sequence or precision it tells nothing: watch the loop again, or give the model, as in "
+            " Of another sequence or precision it tells nothing: give the model, its batch and its loss, as in "
             "--module train.py:make."
         )
         kernels = " Another kind of card may take other kernels."
