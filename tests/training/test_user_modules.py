@@ -123,6 +123,11 @@ number = 3
 def needs(sizes, depth=2): return Net()
 def raises(): raise KeyError("weights")
 def mismatched(): Net().load_state_dict({})
+def item(): return Net(), data(4)[0], lambda out: out.sum().item()
+def unreduced(): return Net(), data(4)[0], lambda out: out
+def closing():
+    net = Net()
+    return net, data(4)[0], square, torch.optim.LBFGS(net.parameters())
 def leaves(): sys.exit(0)
 def nothing(): return None
 def empty(): return Net(), [], square
@@ -251,7 +256,10 @@ def test_arguments_reach_the_factory(file: str):
         ("frozen", "has no parameters to train"),
         ("no_gradient", "has a loss without gradients"),
         ("no_number", r"has no loss: forward returned a tensor \(4, 5\) of torch.float32, and no floating tensor"),
-        ("counts", r"its loss function returned a tensor \(\) of torch.int64"),
+        ("counts", r"its loss function returned a tensor \(\) of torch.int64, .*; return a floating number$"),
+        ("item", "its loss function returned float, .*; return the tensor itself, without .item"),
+        ("unreduced", r"its loss function returned a tensor \(4, \d+\) .*; reduce it, as by .mean\(\)$"),
+        ("closing", "LBFGS steps by a closure that runs forward and backward again"),
         ("bad_shape", "fails in forward: RuntimeError"),
         ("bad_backward", r"fails in backward: ValueError: not written yet \(\S+.py:\d+\)$"),
         ("immovable", "the batch of .* cannot be moved to cpu: RuntimeError: stays here"),
@@ -261,7 +269,7 @@ def test_arguments_reach_the_factory(file: str):
         ("failing_phase", "fails in late: IndexError: tuple index out of range"),
         ("failing_optimizer", r"fails in optimizer: Unsayable \(\S+.py:\d+\)$"),
         ("unsayable", r"fails: Unsayable \(\S+.py:\d+\)$"),
-        ("unsayable_forward", r"fails in forward, in its loss function: Unsayable \(\S+.py:136\)$"),
+        ("unsayable_forward", r"fails in forward, in its loss function: Unsayable \(\S+.py:141\)$"),
         ("bad_phase", r"a step with the phase \('forward', 3\): each is a name and a function"),
     ],
 )

@@ -689,7 +689,8 @@ class FakeMemoryOfOwn(FakeMemory):
                 return func(tensor)
         if self._phase == OPTIMIZER or not self._phase:
             return super()._number(tensor, func)
-        raise self._refused(func, "reads a value that depends on the weights: what follows cannot be foreseen")
+        why = "reads a value that depends on the weights, as .item(), float() and a condition do"
+        raise self._refused(func, f"{why}: leave it out of the step, and let a loss stay a tensor")
 
     def _at_most(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The largest output that an operator may have, where its shape depends on data."""

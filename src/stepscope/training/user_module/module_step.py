@@ -228,7 +228,7 @@ class UserModule:
     def loss_of(self, output: Any, batch: Any) -> Tensor:
         """The loss of an output. Raises InputError where it is no number."""
         if self.loss is None:
-            return _number(output, self.name, "forward")
+            return _number(output, self.name, _FORWARD)
         others = {"output": (), "batch": (batch,), "rest": (self.call.rest(batch),)}[self._loss_takes]
         return _number(self.loss(output, *others), self.name, "its loss function")
 
@@ -275,16 +275,33 @@ def understand(returned: Any, name: str) -> UserModule:
         raise InputError(f"{name}: the loss is {type(loss).__name__}, which cannot be called; {FORMS}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(f"{name}: the optimizer is {type(optimizer).__name__}, and no torch.optim.Optimizer")
+    if optimizer is not None and _needs_closure(optimizer):
+        raise InputError(
+            f"{name}: {type(optimizer).__name__} steps by a closure that runs forward and backward again, which no "
+            "step here gives: return another optimizer, or measure the loop with stepscope watch"
+        )
     own = UserModule(name=name, module=module, batches=batches_of(batch, name), loss=loss, optimizer=optimizer)
     if optimizer is not None and not {*map(id, updated_by(optimizer))} & {*map(id, own.whole.parameters())}:
         raise InputError(f"{name}: its optimizer holds none of the module's parameters")
     return own
 
 
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        arguments = inspect.signature(optimizer.step).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.kind in named and each.default is inspect.Parameter.empty for each in arguments)
+
+
 def check_gradient(loss: Tensor, name: str) -> None:
     """Raise InputError where no gradient can flow from the loss to a parameter."""
     if not loss.requires_grad:
-        raise InputError(f"{name} has a loss without gradients: no parameter that requires one is part of it")
+        raise InputError(
+            f"{name} has a loss without gradients: no parameter that requires one is part of it; leave out .detach() "
+            "and torch.no_grad(), or let a parameter require gradients"
+        )
 
 
 def _parts(returned: Any, name: str) -> SimpleNamespace:
@@ -321,8 +338,23 @@ def _number(value: Any, name: str, whose: str) -> Tensor:
     inside = "" if loss is value else f"{type(value).__name__} whose loss is "
     shape = f"a tensor {tuple(loss.shape)} of {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
     raise InputError(
-        f"{name} has no loss: {whose} returned {inside}{shape}, and no floating tensor of one number; {FORMS}"
+        f"{name} has no loss: {whose} returned {inside}{shape}, and no floating tensor of one number; "
+        f"{_remedy(loss, whose)}"
     )
+
+
+def _remedy(loss: Any, whose: str) -> str:
+    """What to do about a loss that is none."""
+    if loss is None:
+        return f"let {whose} return the loss"
+    if isinstance(loss, int | float):
+        return "return the tensor itself, without .item() or float()"
+    if whose == _FORWARD or not isinstance(loss, Tensor):
+        return FORMS
+    return "reduce it, as by .mean()" if loss.is_floating_point() else "return a floating number"
+
+
+_FORWARD = "forward"
 
 
 def _is_number(value: object) -> TypeGuard[Tensor]:
