@@ -1,6 +1,9 @@
 """Kernels in the step of a user's own model: the same numbers, what was replaced and what was left, and refusals."""
 
+import inspect
 import json
+import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,8 @@ from stepscope.recording.step import drive
 from stepscope.runs.answer import answer_run
 from stepscope.runs.checks import check_run
 from stepscope.training.attention import implementation
-from stepscope.training.attention.pytorch import calls_held, swap_attention
-from stepscope.training.parts.replaced import join_projections, joined, replace_parts
+from stepscope.training.attention.pytorch import attention_found, calls_held, swap_attention
+from stepscope.training.parts.replaced import join_projections, joined, projections_found, replace_parts
 from stepscope.training.user_module.loading import make_user_step
 from stepscope.training.user_module.module_step import ModuleStep
 from tests.command import stepscope
@@ -486,6 +489,117 @@ def test_what_the_mask_says_beyond_those_kinds_keeps_the_model_s_own_attention()
         InputError, match=r"takes the place of sdpa or eager, and MistralForCausalLM has flex_attention"
     ):
         swap_attention(model, "reference", implementation("reference"))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0]
+
+
+class Adapted(torch.nn.Module):
+    """A layer with an adapter of low rank, and a weight that is the layer's."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.weight = layer, layer.weight
+        self.down, self.up = torch.nn.Linear(32, 2), torch.nn.Linear(2, layer.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def with_alibi(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scaling: float, **_: Any) -> Any:
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    at = torch.arange(q.shape[2], device=q.device)
+    scores = q @ k.mT * scaling - (at[:, None] - at).abs() + mask
+    return (scores.softmax(-1) @ v).transpose(1, 2).contiguous(), None
+
+
+def change(model: Any, how: str) -> None:
+    """Make a model one that the swaps may not assume."""
+    attentions = [block.self_attn for block in model.model.layers]
+    first, second = attentions
+    match how:
+        case "own scale":
+            first.scaling = 0.7
+        case "weight norm":
+            torch.nn.utils.parametrizations.weight_norm(first.k_proj)
+        case "shared weight":
+            second.q_proj.weight = first.q_proj.weight
+        case "shared block":
+            model.model.layers[1] = model.model.layers[0]
+        case "hook":
+            first.q_proj.register_forward_hook(lambda _, __, out: 1.5 * out)
+        case "own autograd":
+            first.q_proj.register_forward_hook(lambda _, __, out: Doubled.apply(out))
+        case "adapter":
+            first.v_proj = Adapted(first.v_proj)
+        case "cut mask":
+            forward = first.forward
+            first.forward = lambda *args, attention_mask, **more: forward(
+                *args, attention_mask=attention_mask[:, :, :, :12], **more
+            )
+        case "own function":
+            model.config._attn_implementation = "eager"
+            own = inspect.unwrap(type(first).forward)
+            names = {**own.__globals__, "eager_attention_forward": with_alibi}
+            forward = types.FunctionType(own.__code__, names, "forward", own.__defaults__, own.__closure__)
+            for each in attentions:
+                each.__class__ = type("Alibi", (type(each),), {"forward": forward})
+        case _:
+            model.config._attn_implementation = "flex_attention"
+
+
+ONE = "attention reference: 1 MistralAttention replaced"
+TWO = ONE.replace("1", "2")
+LEFT = "projections joint: 1 MistralAttention left, "
+UNUSUAL = {
+    "own scale": (TWO, ""),
+    "weight norm": (TWO, f"{LEFT}one is of ParametrizedLinear"),
+    "shared weight": (TWO, "projections joint: 2 MistralAttention left, a weight is shared"),
+    "shared block": (ONE, "MistralAttention: a weight is shared; MistralMLP: a weight is shared"),
+    "hook": (TWO, f"{LEFT}one has hooks"),
+    "own autograd": (TWO, f"{LEFT}one has hooks"),
+    "adapter": (TWO, f"{LEFT}one is of Adapted"),
+    "cut mask": ("attention reference: 1 MistralAttention left, it has a mask", ""),
+    "own function": ("attention reference computes something else than Alibi", ""),
+    "other attention": ("takes the place of sdpa or eager, and MistralForCausalLM has flex_attention", ""),
+}
+"""What the swap of attention says of such a model, and what joint projections say."""
+
+
+@pytest.mark.parametrize("how", UNUSUAL)
+def test_models_that_swaps_may_not_assume_compute_the_same_or_are_named(how: str):
+    model = hugging_face("Mistral")
+    change(model, how)
+    own = gradients(model) if how != "other attention" else []
+
+    def swapped(swap: Callable[[], Callable[[], None]], found: Callable[[Any], Any], said: str) -> None:
+        try:
+            undo = swap()
+            with calls_held() as calls:
+                ours = gradients(model)
+        except InputError as error:
+            assert said in str(error)
+            return
+        assert apart(ours, own) < 1e-6
+        assert not said or said in map(str, found(calls))
+        undo()
+
+    attention, projections = UNUSUAL[how]
+    swapped(
+        lambda: swap_attention(model, "reference", implementation("reference")),
+        lambda calls: attention_found(model, "reference", calls),
+        attention,
+    )
+    if how not in ("own function", "other attention"):
+        swapped(lambda: join_projections(model), lambda _: projections_found(model), projections)
+        assert apart(gradients(model), own) == 0
 
 
 def test_compiled_models_have_no_masks_either():

@@ -119,8 +119,16 @@ class _Mask:
             self.made, self.make = self.make(), None
         return self.made
 
+    # A model that reads its mask by itself, or cuts it, gets the tensor, and keeps its own attention.
+
+    def __getitem__(self, places: Any) -> Any:
+        tensor: Any = self.tensor()
+        return tensor[places]
+
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the model reads its mask by itself ({name}), and attention by name makes none")
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.tensor(), name)
 
 
 @dataclass
@@ -236,8 +244,11 @@ def _register(own: str, name: str, function: AttentionFunction) -> None:
         skips = of_call.get("allow_is_causal_skip") or of_call.get("allow_is_bidirectional_skip")
         if said is None or not (skips or said.bounds is not None):
             return make_mask(*args, **of_call)
-        if own == "sdpa" and said.window is None and said.bounds is None:
-            return None if said.causal else make_mask(**of_call)
+        if said.window is None and said.bounds is None:
+            if not said.causal:
+                return make_mask(**of_call)
+            if own == "sdpa":
+                return None
         said.make = functools.partial(make_mask, **of_call)
         return said
 

@@ -844,7 +844,7 @@ def _groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[Any], str]]:
 def _why_apart(layer: Any, first: Any, times: Mapping[int, int]) -> str:
     """Why a layer is no part of one product with the first of its group; empty where it is."""
     if type(layer) is not nn.Linear:
-        return "they are joint already" if isinstance(layer, _JointLinear) else f"one is a {type(layer).__name__}"
+        return "they are joint already" if isinstance(layer, _JointLinear) else f"one is of {type(layer).__name__}"
     hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
     reasons = (
         (type(layer.weight) is not nn.Parameter, "a weight is no plain parameter"),
