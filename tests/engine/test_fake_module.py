@@ -82,6 +82,20 @@ def slow(batch_size=4, seq_len=64):
         time.sleep(60)
     return text(batch_size, seq_len)
 
+class Cells(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.cell = nn.Embedding(50, 64), nn.LSTMCell(64, 64)
+    def forward(self, x):
+        states, out = None, []
+        for token in self.tokens(x).unbind(1):
+            states = self.cell(token, states)
+            out.append(states[0])
+        return torch.stack(out, 1)
+
+def loop(batch_size=4, seq_len=20):
+    return Cells(), torch.randint(50, (batch_size, seq_len)), lambda out: out.square().mean()
+
 def textbook(dtype="fp32"):
     workload = TextbookWorkload(
         model=ModelConfig(name="mini", d_model=32, d_ff=64, layers=2, heads=2, vocabulary=64),
@@ -557,6 +571,27 @@ def test_the_largest_batch_fits_and_one_more_does_not(file: Path):
     for size, fits in ((largest, True), (largest + 1, False)):
         found = fitted(own(file, "deep", arguments={"batch_size": size}), budget, search=False)
         assert found.fits == fits
+
+
+def _tried(workload: FactoryWorkload, budget: Budget) -> tuple[Fit[FakeEstimate], list[str]]:
+    told: list[Stage] = []
+    [fit] = fit_module(workload, [budget], tell=told.append)
+    return fit, [stage.name for stage in told if stage.name.startswith("trying")]
+
+
+def test_a_batch_of_one_is_searched_from_two_recorded_steps(file: Path):
+    """The optimizer's peak decides at such a batch, so that the guess is far off; no size between is run for it."""
+    verdict, tried = _tried(own(file, "deep", arguments={"batch_size": 1}), budget_of_memory(160 * MIB))
+    assert tried == ["trying --batch-size 2", f"trying --batch-size {(verdict.largest_batch or 0) + 1}"]
+    assert verdict.largest_batch == fitted(own(file, "deep"), budget_of_memory(160 * MIB)).largest_batch
+
+
+def test_a_loop_over_tokens_is_not_run_at_lengths_that_take_minutes(file: Path):
+    verdict, tried = _tried(own(file, "loop"), budget_of_memory(GIB))
+    assert verdict.longest_sequence is None and (verdict.largest_batch or 0) > 1000
+    assert verdict.not_searched.startswith("The longest sequence is not looked for: a step at ")
+    assert verdict.not_searched in str(answer_fit(verdict).tables[0])
+    assert [each for each in tried if "seq-len" in each] == ["trying --seq-len 10"]
 
 
 @pytest.mark.long

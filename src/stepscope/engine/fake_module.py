@@ -9,13 +9,10 @@ import contextlib
 import dataclasses
 import gc
 import itertools
-import math
-import operator
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -23,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from stepscope.allocations.prediction.caching_allocator import CachingAllocator, OutOfMemory
+from stepscope.allocations.prediction.caching_allocator import Allocator, CachingAllocator, OutOfMemory, Program, scaled
 from stepscope.allocations.prediction.estimate import WORKSPACE_BYTES, DeviceType
 from stepscope.allocations.prediction.fit import SEQUENCE_STEP, Budget, FakeEstimate, Fit, Unseen, judge, largest
-from stepscope.allocations.prediction.symbolic_tensors import Allocator, RoundingAllocator
+from stepscope.allocations.prediction.symbolic_tensors import RoundingAllocator
 from stepscope.core.attention_support import predicted_attention
 from stepscope.core.errors import InputError, named_line
 from stepscope.core.evidence import MemoryCategory, PhaseMemory
@@ -312,7 +309,13 @@ class WatchedModule(WatchedStep):
     compiled: bool = False
     bucket_bytes: int = 0
 
-    def program(self, steps: int | None = None) -> "Program":
+    @property
+    def count(self) -> int:
+        """Allocations and releases until the step before the last that a prediction runs."""
+        begun = [*self.watch.steps, (len(self.watch.events), self.watch.phases)]
+        return begun[STEPS_BEFORE][0]
+
+    def program(self, steps: int | None = None) -> Program:
         """All that the allocator is asked, of all steps or of the first so many."""
         begun = [*self.watch.steps, (len(self.watch.events), self.watch.phases)]
         end, phases = begun[-1] if steps is None else begun[steps]
@@ -326,71 +329,6 @@ class WatchedModule(WatchedStep):
         sizes = [*(allocation.nbytes for allocation in made), self.watch.convolution_bytes]
         sums = {index: summed for index, summed in (self.watch.sums or {}).items() if index < len(made)}
         return Program(asked, [each.operator for each in made], [phase.name for phase in phases], sizes, sums)
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """What a step asks of the allocator."""
-
-    events: list[int]
-    operators: list[str]
-    phases: list[str]
-    sizes: list[int]
-    """Bytes of each allocation; last what convolutions may take beyond what is counted (`Unseen.convolution_bytes`)."""
-    sums: dict[int, fake_memory.Summed]
-    """The allocations that hold parts of sums, whose bytes are no polynomial of a size."""
-
-    def runs(self, allocator: Allocator) -> bool:
-        """Whether the allocator grants every request."""
-        blocks: dict[int, int] = {}
-        for event in self.events:
-            if event < 0:
-                allocator.free(blocks.pop(~event))
-                continue
-            try:
-                blocks[event] = allocator.allocate(self.sizes[event])[0]
-            except OutOfMemory:
-                return False
-        return True
-
-    def is_like(self, other: "Program") -> bool:
-        """Whether it asks the same, in other sizes."""
-        structure = (self.events, self.operators, self.phases, [*self.sums])
-        return structure == (other.events, other.operators, other.phases, [*other.sums])
-
-
-def scaled(programs: Mapping[int, Program], size: int) -> Program | None:
-    """The program of another size: each request is the polynomial through those of the programs. None where they differ
-    in more than sizes, or a request would be no number of bytes."""
-    known = sorted(programs)
-    first = programs[known[0]]
-    if not all(first.is_like(programs[each]) for each in known[1:]):
-        return None
-    shares = [
-        math.prod((Fraction(size - other, each - other) for other in known if other != each), start=Fraction(1))
-        for each in known
-    ]
-    common = math.lcm(*(share.denominator for share in shares))
-    weights = [int(share * common) for share in shares]
-
-    def through(numbers: Sequence[int]) -> int:
-        number, rest = divmod(sum(map(operator.mul, weights, numbers)), common)
-        if rest or number < 0:
-            raise ArithmeticError
-        return number
-
-    sums: dict[int, fake_memory.Summed] = {}
-    try:
-        for index, summed in first.sums.items():
-            alike = [programs[each].sums[index] for each in known]
-            shape = tuple(map(through, zip(*(each.shape for each in alike), strict=True)))
-            stride = tuple(map(through, zip(*(each.stride for each in alike), strict=True)))
-            sums[index] = dataclasses.replace(summed, shape=shape, stride=stride)
-        requests = zip(*(programs[each].sizes for each in known), strict=True)
-        sizes = [sums[i].nbytes if i in sums else through(each) for i, each in enumerate(requests)]
-    except ArithmeticError:
-        return None
-    return dataclasses.replace(first, sizes=sizes, sums=sums)
 
 
 def watch_module_step(
@@ -634,7 +572,12 @@ def _on_fake_tensors(
 
 
 MOST_TIMES = 8
-"""A search begins at no more than so many times the size that is asked about."""
+"""A search that runs the model tries no more than so many times a size that is known: a factory makes its batch in
+truth."""
+
+MOST_EVENTS = 100_000
+"""The most allocations and releases of a step that a search runs, where larger sizes have more, as a loop over tokens
+does: some ten seconds of one core."""
 
 
 def fit_module(
@@ -675,6 +618,9 @@ def fit_module(
 
 STEPS_TO_SIZES, STEPS_TO_PLANS = 5, 8
 """Steps that a search for the largest sizes, and one for what would make a step fit, mostly run: to say how long."""
+
+
+_PHASES = (FORWARD, BACKWARD, OPTIMIZER)
 
 
 class FakePredictor:
@@ -725,14 +671,20 @@ class FakePredictor:
     def extra_flops(self, workload: FactoryWorkload) -> None:
         """No formula counts them."""
 
-    def sizes(self, budget: Budget) -> Iterator[dict[str, int | bool | None]]:
-        """The fields of a Fit with the largest sizes that fit, as they are found."""
-        longest, is_models = self._longest_sequence(budget)
-        yield {"longest_sequence": longest, "longest_is_the_models": is_models}
+    def sizes(self, budget: Budget) -> Iterator[dict[str, int | bool | str | None]]:
+        """The fields of a Fit with the largest sizes that fit, as they are found, or why one is not looked for."""
+        try:
+            longest, is_models = self._longest_sequence(budget)
+            yield {"longest_sequence": longest, "longest_is_the_models": is_models}
+        except _TakesLong as error:
+            yield {"not_searched": f"The longest sequence is not looked for: {error}"}
         start, unit, batch = self.workload.batch_size, self.workload.accumulation, None
-        if start:  # a batch with one sample more in each micro-batch does not fit
-            batch = self._largest(start, unit, lambda size: self._variant(self.workload, size), budget)
-        yield {"largest_batch": batch}
+        try:
+            if start:  # a batch with one sample more in each micro-batch does not fit
+                batch = self._largest(start, unit, lambda size: self._variant(self.workload, size), budget)
+            yield {"largest_batch": batch}
+        except _TakesLong as error:
+            yield {"not_searched": f"The largest batch is not looked for: {error}"}
 
     def _run(
         self,
@@ -814,36 +766,68 @@ class FakePredictor:
             arguments = {**workload.arguments, "seq_len": length}
             return self._variant(msgspec.structs.replace(workload, arguments=arguments))
 
-        unit = SEQUENCE_STEP if start % SEQUENCE_STEP == 0 else 1
         shorter = variant(max(1, start // 2))
         if shorter is None or shorter.workload.model.inputs == workload.model.inputs:
             return None, False  # an image model takes the argument and does not read it
+        # Where each length must be run, tokens are not told apart.
+        in_steps = start % SEQUENCE_STEP == 0 or (start > SEQUENCE_STEP and self._grows(shorter))
+        unit = SEQUENCE_STEP if in_steps else 1
         longest = self._largest(start, unit, variant, budget)
         return longest, bool(longest) and variant(longest + unit) is None
+
+    def _grows(self, other: WatchedModule) -> bool:
+        """Whether the step of another size has far fewer operators, or far more, as one that loops over tokens."""
+        return 10 * abs(self.first.count - other.count) > self.first.count
 
     def _largest(
         self, start: int, unit: int, variant: Callable[[int], WatchedModule | None], budget: Budget
     ) -> int | None:
-        """The largest multiple of `unit` whose variant fits, looked for from `start` on; the next one does not fit."""
+        """The largest multiple of `unit` whose variant fits, looked for from `start` on; the next one does not fit.
+        Raises _TakesLong where a step of too many operators would have to be run."""
         first = max(1, start // unit)
-        half = self._peak(variant(max(1, first // 2) * unit))
-        if half is None:
+        apart = (first // 2 or 2) * unit
+        other = variant(apart)
+        if other is None and first > 1:
             return None
-        peak = self.estimate.peak_bytes
-        by_unit = max(1, (peak - half) // max(1, first - first // 2))
-        # Peaks that barely differ foretell nothing, and a factory makes its batch in truth.
-        room = budget.usable_bytes - self.kept_free(budget) - peak
-        guess = min(first + room // by_unit, MOST_TIMES * first)
+        guess, more = first, 0.0
+        if other is not None:
+            both = sorted([(start, self.estimate), (apart, self._estimate(other))], key=lambda each: each[0])
+            guess = (both[1][0] + self._room(both[1][1], both[0][1], abs(start - apart), budget)) // unit
+            more = (self.first.count - other.count) / (start - apart) if self._grows(other) else 0.0
 
         def of(units: int) -> WatchedModule | None:
+            events = self.first.count + more * (units * unit - start)
+            if more and events > MOST_EVENTS:
+                took_s = self._seconds[0] * events / len(self.first.watch.events)
+                raise _TakesLong(f"a step at {units * unit:,}, where it may lie, takes about {took_s:,.0f} s to run.")
             return variant(units * unit)
 
-        units = self._largest_scaled(guess, first, of, budget) if self._device_type == "cuda" and peak > half else None
+        units = self._largest_scaled(guess, first, of, budget) if self._device_type == "cuda" and not more else None
         if units is None:
-            units = largest(guess, lambda units: self._runs(of(units), budget))
+            near = guess if more else self._near(guess, first, of, budget)
+            units = largest(near, lambda units: self._runs(of(units), budget))
         units_of_budget = units * unit
         # Beyond the end of the search nothing is known but that the size that was asked about fits.
         return max(units_of_budget, start) if self.fails_in(budget) is None else units_of_budget
+
+    def _room(self, larger: FakeEstimate, smaller: FakeEstimate, span: int, budget: Budget) -> int:
+        """How much larger than the larger of two steps, whose sizes are so far apart, one may be that fits, if the peak
+        of each phase goes on as between them."""
+        left = budget.usable_bytes - self.kept_free(budget)
+        peaks = ((getattr(one.memory, f"{name}_peak") or 0 for one in (larger, smaller)) for name in _PHASES)
+        return min((left - more) * span // max(1, more - less) for more, less in peaks)
+
+    def _near(self, guess: int, first: int, of: Callable[[int], WatchedModule | None], budget: Budget) -> int:
+        """The guess; where that is far beyond what was run, one by the peaks of larger sizes, each run."""
+        known, before = first, self.estimate
+        while guess > MOST_TIMES * known:
+            further = of(MOST_TIMES * known)
+            if further is None or not self._runs(further, budget):
+                return MOST_TIMES * known
+            reached, span = self._estimate(further), MOST_TIMES * known - known
+            known *= MOST_TIMES
+            guess, before = known + self._room(reached, before, span, budget), reached
+        return guess
 
     def _largest_scaled(
         self, guess: int, first: int, of: Callable[[int], WatchedModule | None], budget: Budget
@@ -851,11 +835,13 @@ class FakePredictor:
         """The largest number of units that fits, by the recorded programs of other numbers. The step beyond the answer
         is run, and must ask the allocator what was scaled; None where that fails with programs of three sizes, too."""
         programs: dict[int, Program] = {}
-        for units in (max(1, first // 2), first):
+        for units in (first // 2, first) if first > 1 else (1, 2):
             watched = self.first if units == first and self.first.alike else of(units)
             if watched is None:
                 return None
             programs[units] = watched.program(STEPS_BEFORE)
+        if len({tuple(program.sizes) for program in programs.values()}) == 1:
+            return None  # nothing grows, so that nothing would end the search
         while len(programs) in (2, 3):
 
             def fits(units: int) -> bool:
@@ -877,6 +863,10 @@ class FakePredictor:
                 return guess
             programs[guess + 1] = program
         return None
+
+
+class _TakesLong(Exception):
+    """Raised where a search would have to run a step that takes long, with how long."""
 
 
 class _ScalesOtherwise(Exception):

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import MemoryCategory
-from stepscope.core.formulas import bytes_of_convolution, bytes_of_partial_sums
+from stepscope.core.formulas import Summed, bytes_of_convolution
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
 from stepscope.recording.precision import SCALED_CASTS, SCALED_PRODUCTS
@@ -112,21 +112,6 @@ class FakeAllocation:
     empty where no name and no line is known."""
     shape: tuple[int, ...] = ()
     dtype: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Summed:
-    """A tensor that is summed, and over which dimensions."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    over: int | list[int] | None
-    itemsize: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the parts of its sums."""
-        return bytes_of_partial_sums(self.shape, self.stride, self.over, self.itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -247,7 +247,7 @@ def fit_document(fit: AnyFit, answer: Answer | None = None) -> dict[str, object]
     """The contract of `stepscope fit --json`, in which the textbook's step has no keys of what is predicted of a user's
     module alone."""
     document = msgspec.to_builtins(fit)
-    apart = ["longest_is_the_models"]
+    apart = ["longest_is_the_models", *(() if fit.not_searched else ("not_searched",))]
     if fit.workload.sizes is not None:
         apart += ["kept_free_bytes", "largest_batch", "longest_sequence", "is_bound"]
     for key in apart:
@@ -360,7 +360,8 @@ def _sizes(fit: AnyFit) -> list[Line]:
         return [Line("Not even the smallest batch fits.", "bad")]
     known = ", ".join(reversed(sizes_that_fit(fit)))
     bound = ", and the model takes no longer one" if fit.longest_is_the_models else ""
-    return [Line(f"{known.capitalize()}{bound}.")] if known else []
+    lines = [Line(f"{known.capitalize()}{bound}.")] if known else []
+    return [*lines, Line(fit.not_searched)] if fit.not_searched else lines
 
 
 def _category_table(fit: AnyFit) -> Table:

@@ -3,12 +3,19 @@
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings. A request is rounded to 512 bytes
 and takes the smallest cached block that is large enough. What is left of the block is split off, unless it is 1 MiB or
 less of a large block: then the request keeps it. Where no block fits, a segment comes from the device: 2 MiB for
-requests up to 1 MiB, 20 MiB for those below 10 MiB, else the request rounded up to 2 MiB. ScriptProfilers that are free
+requests up to 1 MiB, 20 MiB for those below 10 MiB, else the request rounded up to 2 MiB. Neighbours that are free
 merge. Where the device refuses, the segments that hold nothing are given back, and the device is asked once more.
 """
 
+import dataclasses
+import math
+import operator
 from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Protocol
 
+from stepscope.core.formulas import Summed
 from stepscope.core.units import MIB
 
 SMALLEST = 512
@@ -21,6 +28,16 @@ LARGE_ROUNDING = 2 * MIB
 
 NO_BLOCK = -1
 """Stands for the block of a tensor that has none to give back, as one without elements."""
+
+
+class Allocator(Protocol):
+    """An allocator from which storages get their blocks."""
+
+    def allocate(self, size: int) -> tuple[int, int]:
+        """Allocate a block for `size` bytes; returns the block's number and its actual size in bytes."""
+        ...
+
+    def free(self, block: int) -> None: ...
 
 
 class OutOfMemory(Exception):
@@ -143,3 +160,68 @@ class CachingAllocator:
         self.reserved += wanted
         self.reserved_peak = max(self.reserved_peak, self.reserved)
         return block
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a step asks of the allocator."""
+
+    events: list[int]
+    operators: list[str]
+    phases: list[str]
+    sizes: list[int]
+    """Bytes of each allocation; last what convolutions may take beyond what is counted (`Unseen.convolution_bytes`)."""
+    sums: dict[int, Summed]
+    """The allocations that hold parts of sums, whose bytes are no polynomial of a size."""
+
+    def runs(self, allocator: Allocator) -> bool:
+        """Whether the allocator grants every request."""
+        blocks: dict[int, int] = {}
+        for event in self.events:
+            if event < 0:
+                allocator.free(blocks.pop(~event))
+                continue
+            try:
+                blocks[event] = allocator.allocate(self.sizes[event])[0]
+            except OutOfMemory:
+                return False
+        return True
+
+    def is_like(self, other: "Program") -> bool:
+        """Whether it asks the same, in other sizes."""
+        structure = (self.events, self.operators, self.phases, [*self.sums])
+        return structure == (other.events, other.operators, other.phases, [*other.sums])
+
+
+def scaled(programs: Mapping[int, Program], size: int) -> Program | None:
+    """The program of another size: each request is the polynomial through those of the programs. None where they differ
+    in more than sizes, or a request would be no number of bytes."""
+    known = sorted(programs)
+    first = programs[known[0]]
+    if not all(first.is_like(programs[each]) for each in known[1:]):
+        return None
+    shares = [
+        math.prod((Fraction(size - other, each - other) for other in known if other != each), start=Fraction(1))
+        for each in known
+    ]
+    common = math.lcm(*(share.denominator for share in shares))
+    weights = [int(share * common) for share in shares]
+
+    def through(numbers: Sequence[int]) -> int:
+        number, rest = divmod(sum(map(operator.mul, weights, numbers)), common)
+        if rest or number < 0:
+            raise ArithmeticError
+        return number
+
+    sums: dict[int, Summed] = {}
+    try:
+        for index, summed in first.sums.items():
+            alike = [programs[each].sums[index] for each in known]
+            shape = tuple(map(through, zip(*(each.shape for each in alike), strict=True)))
+            stride = tuple(map(through, zip(*(each.stride for each in alike), strict=True)))
+            sums[index] = dataclasses.replace(summed, shape=shape, stride=stride)
+        requests = zip(*(programs[each].sizes for each in known), strict=True)
+        sizes = [sums[i].nbytes if i in sums else through(each) for i, each in enumerate(requests)]
+    except ArithmeticError:
+        return None
+    return dataclasses.replace(first, sizes=sizes, sums=sums)

@@ -215,6 +215,8 @@ class Fit(msgspec.Struct, Generic[E], frozen=True, kw_only=True):
     """The longest sequence that fits, in tokens; 0 if none fits, None where it is not looked for."""
     longest_is_the_models: bool = False
     """Whether the model takes no longer sequence than that, whatever the memory."""
+    not_searched: str = ""
+    """Which of the two is not looked for, and why, in words; empty where both are."""
     is_bound: bool = False
     """Whether the peak is the highest that it can be, and the truth may be lower."""
     budget: Budget | None = None

@@ -10,9 +10,8 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
 
-from stepscope.allocations.prediction.caching_allocator import NO_BLOCK
+from stepscope.allocations.prediction.caching_allocator import NO_BLOCK, Allocator
 from stepscope.core.evidence import CATEGORIES
 
 _INDEX = {category: i for i, category in enumerate(CATEGORIES)}
@@ -23,16 +22,6 @@ PRODUCTS = frozenset({"Mm", "Bmm", "ScaledMm", "JointMm"})
 ATTENTION = frozenset({"Attention"})
 KEPT_OPERATORS = {"selective": PRODUCTS | ATTENTION, "attention": ATTENTION}
 """Operators whose outputs a checkpointing keeps, by its name."""
-
-
-class Allocator(Protocol):
-    """An allocator from which storages get their blocks."""
-
-    def allocate(self, size: int) -> tuple[int, int]:
-        """Allocate a block for `size` bytes; returns the block's number and its actual size in bytes."""
-        ...
-
-    def free(self, block: int) -> None: ...
 
 
 @dataclass(eq=False)

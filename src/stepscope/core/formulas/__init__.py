@@ -151,6 +151,21 @@ def bytes_of_partial_sums(
     return max(4, itemsize) * outputs * blocks * width * vector if blocks > 1 else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A tensor that is summed, and over which dimensions."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    over: int | list[int] | None
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts of its sums."""
+        return bytes_of_partial_sums(self.shape, self.stride, self.over, self.itemsize)
+
+
 def bytes_of_convolution(
     x: Sequence[int], weight: Sequence[int], y: Sequence[int], itemsize: int, *, groups: int, plain: bool, sums: bool
 ) -> int:
