@@ -193,6 +193,12 @@ have GB that processor and GPU share, in several sizes. One name with several me
 Links are half of what datasheets of NVLink and Infinity Fabric count in both directions. Cards on PCIe, alone or in
 bridged pairs, have none: what connects them depends on the host."""
 
+_FEW_BITS = {
+    "NVIDIA GB300": (5000, 15000), "NVIDIA B300 SXM6 AC": (4500, 13125), "NVIDIA GB200": (5000, 10000),
+    "NVIDIA B200": (4500, 9000), "AMD Instinct MI355X": (10066.3, 10066.3), "AMD Instinct MI350X": (9227.5, 9227.5),
+}  # fmt: skip
+"""Dense TFLOP/s of fp6 and of fp4 in blocks with scales, of the same datasheets, where they name both."""
+
 REPORTED_MIB: dict[str, int] = {}
 """What nvidia-smi reports as the memory of a device, by its name."""
 _PCIE: dict[str, int] = {}
@@ -250,6 +256,7 @@ def _specs() -> Iterator[DeviceSpec]:
             float(figure) if figure != "-" else None for figure in (*figures, *["-"] * (6 - len(figures)))
         )
         rates = {"bf16": None if generation == "3" else fp16, "fp16": fp16, "tf32": tf32, "fp32": fp32, "fp8": fp8}
+        rates |= dict(zip(("fp6", "fp4"), _FEW_BITS.get(name, ()), strict=False))
         spec = DeviceSpec(
             name=name,
             peak_flops_per_s={dtype: teraflops * 1e12 for dtype, teraflops in rates.items() if teraflops},

@@ -225,6 +225,14 @@ class BlockFormat(msgspec.Struct, frozen=True, kw_only=True):
         shared = FORMATS[self.scale].stored_bits / self.size if self.size else 0
         return FORMATS[self.element].stored_bits + shared
 
+    def bytes_of(self, rows: int, columns: int, *, weight: bool = False) -> int:
+        """Bytes of a tensor in blocks along its columns: its elements side by side, a scale for each block, and the
+        tensor's own."""
+        high = (self.rows or rows) if weight or self.square else 1
+        blocks = -(-rows // high) * -(-columns // (self.size or columns))
+        bits = rows * columns * FORMATS[self.element].stored_bits + blocks * FORMATS[self.scale].stored_bits
+        return -(-bits // 8) + 4 * self.tensor_scale
+
     @property
     def powers_of_two(self) -> bool:
         """Whether scales are powers of two."""

@@ -7,7 +7,14 @@ import msgspec
 import pytest
 
 from stepscope.allocations.prediction.answer import answer_fit, answer_moments
-from stepscope.allocations.prediction.estimate import estimate, estimate_quickly, runs_within
+from stepscope.allocations.prediction.estimate import (
+    answer_in_blocks,
+    estimate,
+    estimate_in_blocks,
+    estimate_quickly,
+    least_product_s,
+    runs_within,
+)
 from stepscope.allocations.prediction.fit import (
     GRAPH_SAFETY,
     OUTSIDE_BYTES,
@@ -28,6 +35,7 @@ from stepscope.allocations.prediction.layouts import memory_of_ranks, sharded_pe
 from stepscope.core.checkpointing import keeping
 from stepscope.core.device_spec import DATASHEET
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import BLOCK_FORMATS
 from stepscope.core.formulas.transformer import parameter_count, step_flops
 from stepscope.core.layout import layout_of
 from stepscope.core.model_config import configure
@@ -216,6 +224,51 @@ def test_steps_of_8_bits_are_proposed_with_rows_that_their_products_take():
     plans = fit(larger, budget).plans
     splits = [applied(plan, larger) for plan in plans if "--accumulation" in plan.options]
     assert splits and all(split.micro_batch_size % 4 == 0 for split in splits)
+
+
+def test_operands_kept_in_blocks_by_hand():
+    """128 tokens: r = 128 x 256, f = 128 x 1024 numbers. In 16 bits a block keeps for its linear layers alone both
+    norms' outputs, 2 r, and silu(gate) * up, f (attention keeps its own); in a format 3 r + f: once what query, key and
+    value take, once what gate and up take."""
+    workload = of(dtype="bf16-master", attention="flash", batch_size=2, seq_len=64)
+    sizes: dict[str, Any] = {"d_model": 256, "d_ff": 1024, "layers": 3, "heads": 4, "vocabulary": 512}
+    workload = msgspec.structs.replace(workload, model=configure("tiny", **sizes))
+    r, f = 128 * 256, 128 * 1024
+    assert BLOCK_FORMATS["mxfp8"].bytes_of(256, 128) == r + r // 32
+    assert BLOCK_FORMATS["nvfp4"].bytes_of(128, 40) == (128 * 40 * 4 + 128 * 3 * 8) // 8 + 4
+    assert BLOCK_FORMATS["fp8-block"].bytes_of(129, 128, weight=True) == 129 * 128 + 2 * 4
+    wide = estimate(workload)
+    for name, each in (("mxfp8", 1 + 1 / 32), ("mxfp4", 1 / 2 + 1 / 32)):
+        few = estimate_in_blocks(workload, BLOCK_FORMATS[name])
+        assert wide.saved_for_backward is not None and few.saved_for_backward is not None
+        assert wide.saved_for_backward - few.saved_for_backward == 3 * (2 * (2 * r + f) - (3 * r + f) * each)
+        assert few.after_parameters == wide.after_parameters, "weights and states stay"
+
+
+def test_the_least_time_of_products_in_blocks_by_hand():
+    """Of 4 sequences of 64 tokens; forward and backward make three times the products of forward."""
+    workload, b200 = of(dtype="bf16-master", seq_len=64), DATASHEET["NVIDIA B200"]
+    sizes: dict[str, Any] = {"d_model": 256, "d_ff": 1024, "layers": 3, "heads": 4, "vocabulary": 512}
+    workload = msgspec.structs.replace(workload, model=configure("tiny", **sizes))
+    linear = 3 * 2 * 256 * 3 * (4 * 256**2 + 3 * 256 * 1024)
+    others = step_flops(workload) - linear
+    assert least_product_s(workload, BLOCK_FORMATS["nvfp4"], b200) == pytest.approx(linear / 9e15 + others / 2.25e15)
+    assert least_product_s(workload, None, b200) == pytest.approx((linear + others) / 2.25e15)
+    h100, amd = DATASHEET["NVIDIA H100 80GB HBM3"], DATASHEET["AMD Instinct MI355X"]
+    assert least_product_s(workload, BLOCK_FORMATS["mxfp8"], h100) is None
+    assert least_product_s(workload, BLOCK_FORMATS["fp8-row"], h100) == pytest.approx(
+        linear / 1978.9e12 + others / 989.4e12
+    )
+    assert least_product_s(workload, BLOCK_FORMATS["nvfp4"], amd) is None
+    said = shown(answer_in_blocks(workload, [BLOCK_FORMATS["mxfp8"]], h100, h100.memory_bytes))
+    assert "does not multiply such blocks" in said and "No run was compared" in said
+
+
+def test_steps_without_operands_for_blocks_are_refused():
+    with pytest.raises(InputError, match="not those of fp32"):
+        answer_in_blocks(mini(dtype="fp32"), [BLOCK_FORMATS["mxfp8"]], None, None)
+    with pytest.raises(InputError, match="do not divide 66"):
+        answer_in_blocks(of(dtype="bf16", batch_size=2, seq_len=33), [BLOCK_FORMATS["mxfp4"]], None, None)
 
 
 @pytest.mark.long

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Literal
 
@@ -20,6 +21,7 @@ from stepscope.allocations.prediction.symbolic_model import (
     BlockParameters,
     CompiledSymbolicModel,
     FusedSymbolicModel,
+    ScaledProducts,
     SymbolicModel,
 )
 from stepscope.allocations.prediction.symbolic_tensors import (
@@ -32,10 +34,21 @@ from stepscope.allocations.prediction.symbolic_tensors import (
     Tape,
     Tensor,
 )
+from stepscope.core.answer import Answer, Cell, Line, table_of
 from stepscope.core.attention_support import as_eager, unpredicted
+from stepscope.core.device_spec import DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CATEGORIES, MemoryCategory
-from stepscope.core.formulas.transformer import aligned_numbers, moment_blocks, moment_bytes
+from stepscope.core.float_formats import BlockFormat
+from stepscope.core.formulas.spelled import describe_model, describe_workload
+from stepscope.core.formulas.transformer import (
+    aligned_numbers,
+    forward_flops,
+    linear_flops,
+    moment_blocks,
+    moment_bytes,
+    step_flops,
+)
 from stepscope.core.parts import ATTENTIONS, REFERENCE, Attention
 from stepscope.core.precisions import PRECISIONS, check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
@@ -175,6 +188,12 @@ class SymbolicStep:
         """The last forward's loss, which the step keeps until the next forward has made its own."""
         self._norm: Storage | None = None
         """The norm of the last gradients that were clipped, which the step keeps until it has the next."""
+
+    def take_blocks(self, form: BlockFormat) -> None:
+        """Let the linear layers of the blocks multiply operands in this format."""
+        products = BlockProducts(by_row=False, on_gpu=True, itemsize=self._model.sizes.products)
+        products.form = form
+        self._model.scaled = products
 
     def run(self, steps: int) -> MemoryEstimate:
         """Build, and predict from the last of so many steps. Raises OutOfMemory where the allocator has a limit."""
@@ -725,3 +744,112 @@ _ACTIVATIONS: _Shapes = (
     (("seq_len", "seq_len"), (1,)),
     (("seq_len", "head_dim"), (4, 2)),
 )
+
+
+# A step whose blocks' linear layers multiply operands in blocks of few bits: weights, gradients and states are those of
+# its dtype. A layer keeps its input in the format, laid out as the weight's gradient takes it, instead of in 16 bits;
+# layers of one input keep it once. All other operands are there for a product alone. The products of attention and of
+# the head stay in 16 bits. No GPU that was measured has such products: nothing here was compared with a run.
+
+
+class BlockProducts(ScaledProducts):
+    """Products whose operands are in blocks of a format."""
+
+    form: BlockFormat
+    kept: tuple["weakref.ref[Storage]", "weakref.ref[Storage]"] | None = None
+    """The input that was last kept, and it in the format."""
+
+    def linear(self, tape: Tape, x: Tensor, weight: Parameter, in_features: int) -> Tensor:
+        """x w^T."""
+        rows, outer, size = x.elements // in_features, weight.elements // in_features, self.form.bytes_of
+
+        def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
+            """dy in both layouts, and w^T."""
+            along, across = tape.storage(size(rows, outer)), tape.storage(size(outer, rows))
+            turned = tape.storage(size(in_features, outer, weight=True))
+            for_x = self.result_of_product(tape, rows, in_features)
+            del along, turned
+            for_weight = self.result_of_product(tape, outer, in_features)
+            del across
+            return for_x, for_weight
+
+        kept = self.kept[1]() if self.kept is not None and self.kept[0]() is x.storage else None
+        if kept is None and tape.recording:
+            kept = tape.storage(size(in_features, rows))
+            self.kept = weakref.ref(x.storage), weakref.ref(kept)
+        _operands = tape.storage(size(rows, in_features)), tape.storage(size(outer, in_features, weight=True))
+        return tape.op(
+            "ScaledMm", rows * outer, x.itemsize, [x, weight], also_saves=[kept] if kept else [], backward=backward,
+            saves_late=True,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def estimate_in_blocks(workload: TextbookWorkload, form: BlockFormat) -> MemoryEstimate:
+    """Peaks of a steady step with the products of its blocks' linear layers in these blocks."""
+    step = SymbolicStep(workload, "cuda", CachingAllocator())
+    step.take_blocks(form)
+    return step.run(STEPS)
+
+
+_RATES_SAID = ("bf16", "fp8", "fp6", "fp4")
+
+
+def answer_in_blocks(
+    workload: TextbookWorkload, forms: Sequence[BlockFormat], spec: DeviceSpec | None, usable_bytes: int | None
+) -> Answer:
+    """The Answer on what a step holds by the format of its operands, and the least time of its products by the rates of
+    a datasheet. Raises InputError for a step that has no such products."""
+    precision, model = PRECISIONS[workload.dtype], workload.model
+    if precision.products != 2 or precision.scaled:
+        raise InputError(f"--recipe puts operands of 16 bits into blocks, not those of {workload.dtype}: --dtype bf16")
+    for form in forms:
+        if uneven := [n for n in (model.d_model, model.d_ff, workload.tokens) if n % (form.size or 1)]:
+            raise InputError(f"blocks of {form.size} ({form.name}) do not divide {uneven[0]}: change the sizes")
+    rows: list[tuple[Cell, ...]] = []
+    for form in (None, *forms):
+        predicted = estimate(workload) if form is None else estimate_in_blocks(workload, form)
+        peak, least = predicted.peak_bytes, None if spec is None else least_product_s(workload, form, spec)
+        left = () if usable_bytes is None else (usable_bytes - peak,)
+        times = () if spec is None else (least,)
+        bits = 8 * precision.products if form is None else form.bits
+        rows.append((form.name if form else workload.dtype, bits, predicted.saved_for_backward, peak, *left, *times))
+    columns = ("operands", ("bits of a number", ""), ("kept for backward", "B"), ("peak", "B"))
+    more = [("left", "B")] if usable_bytes is not None else []
+    more += [("products take at least", "s")] if spec is not None else []
+    of_spec = ""
+    if spec is not None:
+        rates = {name: rate for name, rate in spec.peak_flops_per_s.items() if name in _RATES_SAID}
+        said = ", ".join(f"{rate / 1e12:,.6g} of {name}" for name, rate in rates.items())
+        without = (
+            f" Without one: {spec.name} does not multiply such blocks." if any(not row[-1] for row in rows) else ""
+        )
+        of_spec = (
+            "The time is that of all products at the datasheet's rates, which no step reaches, without what is "
+            f"computed again: {said} TFLOP/s ({spec.source}).{without}"
+        )
+    lead = (
+        Line(f"Predicted for {describe_model(workload)}, {describe_workload(workload)}.", "strong"),
+        Line(
+            f"Weights and gradients have {precision.weights} bytes a number, moments {2 * moment_bytes(workload)} and "
+            f"masters {precision.masters}. A block keeps the inputs of its linear layers in the format; layers of one "
+            "input keep it once. Attention and the head stay in 16 bits. No run was compared with these figures."
+        ),
+        *([Line(of_spec)] if of_spec else []),
+    )
+    question = "What does the step hold with operands in blocks of few bits?"
+    return Answer(study="fit", question=question, lead=lead, tables=(table_of(*columns, *more, rows=rows),))
+
+
+def least_product_s(workload: TextbookWorkload, form: BlockFormat | None, spec: DeviceSpec) -> float | None:
+    """Seconds of a step's products at a datasheet's rates: of its blocks' linear layers in the format, of all others in
+    the dtype. None where the device does not multiply such blocks."""
+    rates, wide = spec.peak_flops_per_s, spec.peak_for(workload.dtype)
+    few = wide if form is None else rates.get(form.element.partition("-")[0])
+    # Scales of blocks came with products of 4 bits; those of NVFP4 are NVIDIA's.
+    lacks_scales = form is not None and form.scale != "fp32" and "fp4" not in rates
+    is_anothers = form is not None and form.tensor_scale and "NVIDIA" not in spec.name
+    if few is None or wide is None or lacks_scales or is_anothers:
+        return None
+    passes, linear = step_flops(workload) / forward_flops(workload), linear_flops(workload)
+    return passes * (linear / few + (forward_flops(workload) - linear) / wide)

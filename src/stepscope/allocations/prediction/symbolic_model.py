@@ -76,10 +76,10 @@ class ScaledProducts(NamedTuple):
             _scale = tape.storage(_SCALE)
             along, across = tape.storage(rows * out_features), tape.storage(rows * out_features)
             turned = tape.storage(in_features * out_features)
-            for_x = self._result_of_product(tape, rows, in_features)
+            for_x = self.result_of_product(tape, rows, in_features)
             del along, turned
             _turned = tape.storage(rows * in_features)
-            for_weight = self._result_of_product(tape, out_features, in_features)
+            for_weight = self.result_of_product(tape, out_features, in_features)
             del across
             return for_x, for_weight
 
@@ -101,9 +101,9 @@ class ScaledProducts(NamedTuple):
 
     def _product(self, tape: Tape, rows: int, inner: int, columns: int, copied: tuple[bool, bool]) -> Storage:
         _operands = self._operands(tape, rows, inner, columns, copied)
-        return self._result_of_product(tape, rows, columns)
+        return self.result_of_product(tape, rows, columns)
 
-    def _result_of_product(self, tape: Tape, rows: int, columns: int) -> Storage:
+    def result_of_product(self, tape: Tape, rows: int, columns: int) -> Storage:
         """What a product returns, while its operands are there."""
         product = tape.storage(rows * columns * self.itemsize)
         tape.take_workspace("ScaledMm")
@@ -172,7 +172,7 @@ class SymbolicModel:
         self.sizes = PRECISIONS[workload.dtype]
         self.exponential_size = 4 if self.sizes.autocast and on_gpu else self.sizes.products
         """Bytes of an exponential where softmax is written out, which autocast leaves in fp32 on a GPU."""
-        self._scaled = (
+        self.scaled: ScaledProducts | None = (
             ScaledProducts(by_row=self.sizes.scaled == "row", on_gpu=on_gpu, itemsize=self.sizes.products)
             if self.sizes.scaled
             else None
@@ -392,8 +392,8 @@ class SymbolicModel:
         size = self.sizes.products
         out_features = weight.elements // in_features
         scaled = weight is not self.head_weight and takes_scaled(in_features, out_features)
-        if self._scaled is not None and scaled:
-            return self._scaled.linear(tape, tape.cast(x, size), weight, in_features)
+        if self.scaled is not None and scaled:
+            return self.scaled.linear(tape, tape.cast(x, size), weight, in_features)
         kernel = self._cast_weight(tape, weight) if weight.itemsize != size else weight
         cast = tape.cast(x, size)  # the caller's x stays alive
         saves = [kernel, cast] if isinstance(kernel, Tensor) else [cast]

@@ -82,7 +82,7 @@ class Ledger:
 class Storage:
     """Memory of one tensor, in bytes. It is freed with the last reference."""
 
-    __slots__ = ("_block_bytes", "_ledger", "_saves", "block", "bytes", "category")
+    __slots__ = ("__weakref__", "_block_bytes", "_ledger", "_saves", "block", "bytes", "category")
 
     def __init__(self, ledger: Ledger, size: int, category: int, block: int, block_bytes: int) -> None:
         self._ledger, self.bytes, self.category, self._saves = ledger, size, category, 0

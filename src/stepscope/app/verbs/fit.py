@@ -16,11 +16,13 @@ from stepscope.app.cli.output import Presentation, patient_progress, stdout_kept
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.app.verbs.run import gradients_kept, of_object
 from stepscope.core import interrupts
+from stepscope.core.device_spec import device_named
 from stepscope.core.errors import InputError, LimitExceeded, choose, warn
 from stepscope.core.files import json_document
+from stepscope.core.float_formats import BLOCK_FORMATS, block_format
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.model_config import PRESETS, ModelOptions
-from stepscope.core.options import BUDGET, PARALLEL, Option, Rule, spelled_out, verb
+from stepscope.core.options import BUDGET, PARALLEL, WORKLOAD, Option, Rule, spelled_out, verb
 from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
 from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES
@@ -348,7 +350,17 @@ Apart = Annotated[
 ]
 
 
-_QUESTIONS = ("--tensors", "--sweep", "--fake", "--against", "--parallel")
+Recipe = Annotated[
+    tuple[str, ...] | None,
+    Option(
+        "What the step holds, and the least time of its products, with operands in these formats of blocks.",
+        WORKLOAD,
+        choices=tuple(name for name, form in BLOCK_FORMATS.items() if form.element.startswith("fp")),
+    ),
+]
+
+
+_QUESTIONS = ("--tensors", "--sweep", "--fake", "--against", "--parallel", "--recipe")
 _BESIDE_RUN = ("batch_size", "seq_len", "dtype")
 _BESIDE_NO_RUN = tuple(
     flag
@@ -382,7 +394,7 @@ _BESIDE_NO_RUN = tuple(
             "alone",
             ("--fail-if-larger",),
             "--fail-if-larger is of peaks: leave out {}",
-            ("--tensors", "--sweep", "--against", "--parallel"),
+            ("--tensors", "--sweep", "--against", "--parallel", "--recipe"),
         ),
         Rule("conflict", ("--memory", "--device"), "{} both say how much there is: give one of them"),
     ),
@@ -401,6 +413,7 @@ def command(
     fake: Fake = False,
     parallel: Parallel = None,
     ranks: Ranks = None,
+    recipe: Recipe = None,
     against: Against = (),
     apart: Apart = (),
     runs: Path,
@@ -433,9 +446,10 @@ def command(
         _show_largest(_those_that_can_be(workloads), budgets[0], shown)
         return
     steps = workloads.workloads(model="small", seq_len=512)
-    if parallel:
+    if parallel or recipe:
         _refuse_plot(save)
-        shown.show(_moments(steps, parallel, ranks or 2))
+        held = _in_blocks(workloads, recipe, budgets, device or ()) if recipe else None
+        shown.show(held or _moments(steps, parallel or (), ranks or 2))
         return
     if mode in ("--sweep", "--fake") and steps[0].sizes is None:
         raise InputError(f"{mode} is for the textbook's model: leave it out; a step of your own runs on fakes")
@@ -618,6 +632,22 @@ def _moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int) -> 
         msgspec.structs.replace(step, parallel=name, ranks=1 if name == NOT_PARALLEL else ranks) for name in parallel
     ]
     return answer_moments(shared)
+
+
+def _in_blocks(
+    workloads: ManyWorkloads, recipe: Sequence[str], budgets: "Sequence[Budget]", devices: Sequence[str]
+) -> "Answer":
+    """The Answer on a step whose operands are in these formats of blocks; its dtype is bf16-master, if none is given.
+
+    Raises InputError for any step but one of the textbook's model, and for several devices."""
+    from stepscope.allocations.prediction.estimate import answer_in_blocks
+
+    steps = ManyWorkloads({"dtype": ("bf16-master",), **workloads.options}).workloads(model="small", seq_len=512)
+    if len(steps) > 1 or len(budgets) > 1 or not isinstance(steps[0], TextbookWorkload):
+        raise InputError("--recipe looks at one step of the textbook's model on one device: give each option one value")
+    forms = [block_format(name) for name in dict.fromkeys(recipe)]
+    spec = device_named(devices[0]) if devices else None
+    return answer_in_blocks(steps[0], forms, spec, budgets[0].usable_bytes if budgets else None)
 
 
 def _of_run(

@@ -66,10 +66,14 @@ def parameter_count(config: ModelConfig) -> int:
 
 def forward_flops(workload: TextbookWorkload, causal: CausalConvention = "half") -> int:
     """Model FLOPs of one forward pass, loss excluded."""
-    config = workload.model
-    matrices = {name: shape for name, shape in block_shapes(config).items() if len(shape) > 1}
-    weights = config.layers * count_of(matrices) + config.d_model * config.vocabulary
-    return 2 * workload.tokens * weights + _attention_flops(workload, causal)
+    of_head = 2 * workload.tokens * workload.model.d_model * workload.model.vocabulary
+    return linear_flops(workload) + of_head + _attention_flops(workload, causal)
+
+
+def linear_flops(workload: TextbookWorkload) -> int:
+    """FLOPs of the blocks' linear layers in one forward pass."""
+    matrices = {name: shape for name, shape in block_shapes(workload.model).items() if len(shape) > 1}
+    return 2 * workload.tokens * workload.model.layers * count_of(matrices)
 
 
 def recomputed_flops(workload: TextbookWorkload, causal: CausalConvention = "half") -> int:
