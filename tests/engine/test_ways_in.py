@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from stepscope.allocations.prediction.fit import FakeEstimate
+from stepscope.allocations.prediction.fit import FakeEstimate, budget_of_memory
 from stepscope.core.errors import InputError
+from stepscope.core.units import GIB
 from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine.fake_module import fit_module
 from tests.engine.ways_in import HEADS, LAYERS, VOCABULARY, WIDTH
@@ -106,6 +107,18 @@ def test_flex_attention_keeps_what_another_fused_kernel_keeps_and_its_mask():
     assert other.memory.backward_peak is not None
     assert fused.memory.backward_peak is not None
     assert other.memory.backward_peak - fused.memory.backward_peak > scores
+
+
+def test_flex_attention_of_few_queries_sums_parts_of_the_keys_and_shared_keys_keep_more_free():
+    """By hand: 132 multiprocessors take 16 splits for 4 heads of 4 sequences, and 32 where two of them share keys, each
+    with an output, a maximum and a sum in fp32 a row."""
+    plain, grouped = (estimate("flexible", compiled=True, length=64, shared=shared) for shared in (1, 2))
+    split = 4 * HEADS * 64 * (WIDTH // HEADS + 2) * 4
+    peaks = [each.memory.forward_peak or 0 for each in (plain, grouped)]
+    assert peaks[1] - peaks[0] == 16 * split
+    budget = budget_of_memory(GIB)
+    kept = [each.unseen.kept_free(budget) for each in (plain, grouped) if each.unseen]
+    assert kept[1] - kept[0] == pytest.approx(0.01 * GIB, abs=1)
 
 
 @pytest.mark.parametrize("name", ["bitsandbytes.AdamW8bit", "torchao.AdamW4bit"])

@@ -161,7 +161,7 @@ def updated(name: str, library: str = "bitsandbytes") -> tuple[nn.Module, Tensor
 attend_flexibly = torch.compile(flex_attention)
 
 
-def flexible(compiled: bool) -> tuple[nn.Module, Tensor]:
+def flexible(compiled: bool, shared: int = 1, length: int = 256) -> tuple[nn.Module, Tensor]:
     """FlexAttention of a causal mask, as one kernel or as PyTorch runs it otherwise."""
 
     class Flexible(Block):
@@ -169,6 +169,6 @@ def flexible(compiled: bool) -> tuple[nn.Module, Tensor]:
             length = query.shape[2]
             mask = create_block_mask(lambda _b, _h, i, j: i >= j, None, None, length, length, device=query.device)
             attend = attend_flexibly if compiled else flex_attention
-            return attend(query, key, value, block_mask=mask)
+            return attend(query, key[:, ::shared], value[:, ::shared], block_mask=mask, enable_gqa=shared > 1)
 
-    return Model(Flexible).bfloat16(), tokens()
+    return Model(Flexible).bfloat16(), tokens(length=length)

@@ -445,7 +445,7 @@ def watch_module(
                 f"{user_module.name} cannot be predicted: its step is run on the CPU's fake tensors, which cannot do "
                 f"what it calls ({why}); measure it on the GPU with stepscope run"
             ) from error
-        watch.recurrent = as_on_cuda.recurrent
+        watch.recurrent, watch.grouped_flex = as_on_cuda.recurrent, as_on_cuda.grouped_flex
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.whole.parameters())
         model = describe_module(step.model, step.named_tensors(step.batches[-rotation]), [])  # its first batch
         by_factory = user_module.optimizer is not None and step.optimizer is user_module.optimizer
@@ -881,6 +881,7 @@ def _unseen(watched: WatchedModule) -> Unseen:
         custom=tuple(sorted(watch.custom)),
         at_most=tuple(sorted(watch.at_most)),
         recurrent=watch.recurrent,
+        grouped_flex=watch.grouped_flex,
         without_state_bytes=watched.without_state_bytes,
         compiled=watched.compiled,
         bucket_bytes=watched.bucket_bytes,

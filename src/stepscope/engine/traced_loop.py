@@ -347,6 +347,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
     custom: list[str] = []
     at_most: list[str] = []
     recurrent: int = 0
+    grouped_flex: int = 0
     parameter_bytes: int
 
     def at(self, batch_size: int, seq_len: int, steps: int) -> WatchedModule:
@@ -373,7 +374,7 @@ class TracedStep(msgspec.Struct, frozen=True, kw_only=True):
         watch.convolution_bytes = self.convolution_bytes * batch_size * seq_len
         watch.custom.update(self.custom)
         watch.at_most.update(self.at_most)
-        watch.recurrent = self.recurrent
+        watch.recurrent, watch.grouped_flex = self.recurrent, self.grouped_flex
         usual = FactoryWorkload(model=UserModel(name=""), factory="")
         return WatchedModule(
             watch=watch, built=self.built, parameter_bytes=self.parameter_bytes, workload=usual, alike=True
@@ -549,6 +550,7 @@ def _traced_step(
         custom=sorted(watch.custom),
         at_most=sorted(watch.at_most),
         recurrent=watch.recurrent,
+        grouped_flex=watch.grouped_flex,
         parameter_bytes=runs[0].parameter_bytes,
     )
     return traced, min(itertools.chain(*positions), default=None)

@@ -54,6 +54,8 @@ class AsOnCuda(TorchFunctionMode):
         self._attention = attention
         self.recurrent = 0
         """Calls of recurrent layers, whose workspace is counted at its largest."""
+        self.grouped_flex = 0
+        """Calls of FlexAttention whose keys several query heads share."""
         self._dropout_states: Tensor | None = None
 
     @contextlib.contextmanager
@@ -75,7 +77,7 @@ class AsOnCuda(TorchFunctionMode):
             with self._entered():
                 return run_engine(*args, **kwargs)
 
-        with asked_of_cuda(), _flexible(), contextlib.ExitStack() as undo:
+        with asked_of_cuda(), _flexible(self._attend_flexibly), contextlib.ExitStack() as undo:
             for module in modules:
                 undo.callback(module.register_forward_pre_hook(enter).remove)
                 undo.callback(module.register_forward_hook(leave, always_call=True).remove)
@@ -117,6 +119,10 @@ class AsOnCuda(TorchFunctionMode):
             elif name in _SUMS_INTO_FP32 and kwargs.get("dtype") is None and _is_half(args[0]):
                 kwargs["dtype"] = torch.float32
         return func(*args, **kwargs)
+
+    def _attend_flexibly(self, query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        self.grouped_flex += query.shape[1] != key.shape[1]
+        return _flex_attention(query, key, *others)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -467,9 +473,10 @@ _FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 
 
 @contextlib.contextmanager
-def _flexible() -> Iterator[None]:
-    """While open, `flex_attention` attends as on CUDA: the kernel of one that was compiled, or what PyTorch runs of one
-    that was not. Compiled functions are not compiled again: no compiler follows fake tensors here."""
+def _flexible(attend: Callable[..., Any]) -> Iterator[None]:
+    """While open, `flex_attention` attends by a function as on CUDA: the kernel of one that was compiled, or what
+    PyTorch runs of one that was not. Compiled functions are not compiled again: no compiler follows fake tensors
+    here."""
     with contextlib.ExitStack() as undo:
         if "torch._dynamo" in sys.modules:
             undo.enter_context(torch.compiler.set_stance("force_eager"))
@@ -477,7 +484,7 @@ def _flexible() -> Iterator[None]:
             importlib.import_module(_FLEX_ATTENTION)
         place = sys.modules.get(_FLEX_ATTENTION)
         changes = {
-            "flex_attention_hop": _flex_attention,
+            "flex_attention_hop": attend,
             "_validate_device": lambda *_: None,
             "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
         }
@@ -504,6 +511,7 @@ class _Flexible(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         score_mod, block_mask, scale, options = others
         if compiled:  # one kernel, whose output lies as its queries do
+            _parts = _of_splits(query, value, block_mask[3])
             alike = query.shape[-1] == value.shape[-1]
             out = torch.empty_like(query) if alike else query.new_empty((*query.shape[:-1], value.shape[-1]))
             found = out, query.new_empty(query.shape[:-1], dtype=torch.float32), query.new_empty(0)
@@ -535,6 +543,23 @@ class _Flexible(torch.autograd.Function):
                 *(block_mask, scale, options, (), ()),
             )[:3]
         return None, None, *gradients, *learned
+
+
+_MULTIPROCESSORS = 132
+"""Those of an H200."""
+
+
+def _of_splits(query: Tensor, value: Tensor, blocks: Tensor) -> list[Tensor]:
+    """What FlexAttention's kernel for fewer than 128 queries makes beside its output: outputs of parts of the keys, and
+    their maxima and sums, in fp32 (PyTorch 2.13, torch/_inductor/kernel/flex/flex_decoding.py, `_use_flex_decoding`,
+    `get_split_k`). Its backward makes no gradient of keys for each query head (flex_attention.py)."""
+    batch, heads, queries, _ = query.shape
+    shared = heads // value.shape[1]
+    if queries >= 128 or shared & (shared - 1) or blocks.shape[1] != 1:
+        return []
+    splits = max(1, 2 * (_MULTIPROCESSORS // max(1, batch * value.shape[1])))
+    rows = batch, splits, heads, queries
+    return [query.new_empty(shape, dtype=torch.float32) for shape in (rows, rows, (*rows, value.shape[-1]))]
 
 
 def _of_scores(*arguments: Any) -> list[Any]:

@@ -615,6 +615,8 @@ class FakeMemoryOfOwn(FakeMemory):
         """Calls of operators that are not PyTorch's, whose own memory nobody knows."""
         self.recurrent = 0
         """Calls of recurrent layers, as CUDA's would be."""
+        self.grouped_flex = 0
+        """Calls of FlexAttention whose keys several query heads share."""
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = _Call(func, args, kwargs)
