@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.core.attention_support import predicted_attention
 from stepscope.core.errors import InputError
 from stepscope.core.parts import ATTENTIONS, Attention
 from stepscope.core.workloads import Dtype
@@ -225,6 +226,27 @@ def test_shared_keys_are_those_of_a_model_that_has_each_of_them_for_itself(name:
     whole.load_state_dict(weights)
     tokens = torch.randint(101, (2, 16))
     torch.testing.assert_close(shared(tokens), whole(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa", "chunked", "flash-tiled"])
+def test_with_a_window_no_query_sees_keys_beyond_it(name: Attention):
+    """Two layers with a window of 3 reach 4 tokens back: what lies before changes nothing, to the last bit."""
+    model = build_model(mini(attention=name, window=3, layers=2), "cpu")
+    tokens = torch.randint(100, (1, 16))
+    other = tokens.clone()
+    other[0, 5] = 100
+    changed = (model(tokens) != model(other)).any(-1)[0]
+    assert changed.nonzero().flatten().tolist() == [5, 6, 7, 8, 9]
+
+
+def test_a_window_is_refused_where_nothing_computes_it():
+    with pytest.raises(InputError, match="attention sdpa-flash takes no sliding window: choose one of"):
+        build_model(mini(attention="sdpa-flash", window=3), "cpu")
+    with pytest.raises(InputError, match="parallel context-textbook computes attention without a window"):
+        mini(attention="sdpa", window=3, seq_len=16, parallel="context-textbook", ranks=2)
+    with pytest.raises(InputError, match="memory of a step with attention reference and a window is not predicted"):
+        predicted_attention(mini(attention="reference", window=3), "cuda")
+    assert predicted_attention(mini(attention="auto", window=3), "cuda") == "flash"
 
 
 def test_a_tied_head_is_the_embedding_and_gets_both_gradients():

@@ -68,7 +68,7 @@ def attention_of(workload: TextbookWorkload, device_type: str, here: FaultHere =
     call = parts.AttentionCall(
         device_type=device_type, dtype=PRECISIONS[workload.dtype].tensors, head_dim=workload.model.head_dim,
         queries=workload.seq_len, keys=workload.seq_len, heads=workload.model.heads, key_heads=workload.model.key_heads,
-        backward=workload.phase != "forward",
+        window=workload.model.window, backward=workload.phase != "forward",
     )  # fmt: skip
     return resolve_attention(workload.attention, call, here)
 
@@ -82,8 +82,9 @@ def predicted_attention(workload: TextbookWorkload, device_type: str) -> parts.A
     predicted = _predicted(workload)
     if name not in predicted:
         step = "a step" if as_eager(workload) else "a compiled step"
+        window = "" if workload.model.window is None else " and a window"
         raise InputError(
-            f"the memory of {step} with attention {name} is not predicted: choose one of {', '.join(predicted)}"
+            f"the memory of {step} with attention {name}{window} is not predicted: choose one of {', '.join(predicted)}"
         )
     return name
 
@@ -93,7 +94,7 @@ def is_predicted(workload: Workload) -> TypeGuard[TextbookWorkload]:
     wherever that attention runs, and with parts that can be."""
     return (
         workload.sizes is not None
-        and workload.attention in (parts.AUTO, *_predicted(workload))
+        and workload.attention in (*(() if workload.model.window else (parts.AUTO,)), *_predicted(workload))
         and unpredicted(workload) is None
     )
 
@@ -130,4 +131,10 @@ def unpredicted(workload: TextbookWorkload) -> str | None:
 
 def _predicted(workload: TextbookWorkload) -> list[parts.Attention]:
     steps = ("always", "eager") if as_eager(workload) else ("always",)
-    return [name for name, record in parts.ATTENTIONS.items() if record.predicted in steps]
+    # With a window all but the kernels in Triton make a mask, or tensors from which it is made.
+    plain = workload.model.window is None
+    return [
+        name
+        for name, record in parts.ATTENTIONS.items()
+        if record.predicted in steps and (plain or record.compiler == "triton")
+    ]

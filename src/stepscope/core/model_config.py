@@ -43,6 +43,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     None: one for each."""
     tied: bool = False
     """Whether the output head is the embedding's weight (Press and Wolf 2017)."""
+    window: int | None = None
+    """How many keys a query sees in each layer: its own and those before it (sliding window, Beltagy et al. 2020);
+    None: all of them."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.+-]{1,100}", self.name):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -71,6 +74,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 )
             if kv_heads == self.heads:
                 msgspec.structs.force_setattr(self, "kv_heads", None)  # one experiment has one key
+        if self.window is not None:
+            whole_number(self.window, "window", 1, LARGEST)
         if not isinstance(self.tied, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"tied is {self.tied!r}: it must be true or false")
 
@@ -115,6 +120,9 @@ class ModelOptions(TypedDict, total=False):
     ]
     vocabulary: Annotated[int | None, Option("Tokens in the vocabulary, in place of the preset's.", MODEL, takes=int)]
     tied: Annotated[bool | None, Option("Let the output head be the embedding's weight.", MODEL, takes=bool)]
+    window: Annotated[
+        int | None, Option("Keys that a query sees, its own and those before it: a sliding window.", MODEL, takes=int)
+    ]
 
 
 _STATED = get_type_hints(ModelOptions, include_extras=True)

@@ -178,6 +178,7 @@ def make_fake_step(workload: TextbookWorkload) -> TrainingStep:
     # above. A module of fake tensors cannot be converted to bf16, but it can be made so.
     stand_in = msgspec.structs.replace(
         workload,
+        model=msgspec.structs.replace(workload.model, window=None),  # of which the kernel makes no tensors
         dtype="fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype,
         attention=attention if ATTENTIONS[attention].memory == "scores" else "sdpa",
         compile="eager",

@@ -92,7 +92,7 @@ def to_rotated_neighbours(weight_MM: Tensor, heads: int) -> Tensor:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention of every position to itself and those before it."""
+    """Multi-head attention of every position to itself and those before it, all of them or those in a window."""
 
     def __init__(
         self,
@@ -104,6 +104,7 @@ class CausalSelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
+        self.window = config.window
         self.rotary = rotary
         self.attention = attention
         self.fused_rotary, self.joint = parts.rope, parts.projections
@@ -125,7 +126,7 @@ class CausalSelfAttention(nn.Module):
         else:
             q_BHSD, k_BHSD = self._rotated(self._split_heads(self.query(x_BSM)), self._split_heads(self.key(x_BSM)))
             v_BHSD = self._split_heads(self.value(x_BSM))
-        out_BHSD = self.attention(q_BHSD, k_BHSD, v_BHSD, causal=True)
+        out_BHSD = self.attention(q_BHSD, k_BHSD, v_BHSD, causal=True, window=self.window)
         return self.output(out_BHSD.transpose(1, 2).flatten(-2))
 
     def _rotated(self, q_BHSD: Tensor, k_BHSD: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,12 @@
 """Formulas of parameters and FLOPs, against the model itself and PyTorch's own counter."""
 
+import msgspec
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepscope.core.formulas import Convention, Work, adamw_work, matmul_work
+from stepscope.core.formulas.planned_model import PlannedModel
 from stepscope.core.formulas.spelled import describe_workload
 from stepscope.core.formulas.transformer import (
     block_shapes,
@@ -44,6 +46,22 @@ def test_the_formula_counts_what_the_model_has(name: str):
         assert shapes == block_shapes(of.model)
         outside = {name: tuple(p.shape) for name, p in model.named_parameters() if not name.startswith("blocks.")}
         assert outside == shapes_outside_blocks(of.model)
+
+
+def test_a_window_counts_the_pairs_that_are_seen():
+    """6 queries with a window of 3: 1 + 2 + 3 + 3 + 3 + 3 = 15 pairs; two products of 2 B d FLOPs a pair and layer."""
+    whole = mini(seq_len=6, batch_size=2)
+    model = msgspec.structs.replace(whole.model, window=3)
+    seen = msgspec.structs.replace(whole, model=model)
+    d, layers = model.d_model, model.layers
+    of_pair = 2 * 2 * 2 * d * layers
+    assert forward_flops(seen) == forward_flops(whole) - of_pair * 36 // 2 + of_pair * 15
+    assert forward_flops(seen, "full") == forward_flops(whole, "full"), "the whole square"
+    wide = msgspec.structs.replace(whole, model=msgspec.structs.replace(model, window=6))
+    assert forward_flops(wide) == forward_flops(whole)
+    planned, without = PlannedModel(config=model), PlannedModel(config=whole.model)
+    assert planned.flops_per_token(6)[1] == 4 * d * 15 // 6
+    assert without.flops_per_token(6)[1] == 4 * d * 18 // 6
 
 
 @pytest.mark.parametrize("phase", ["forward", "forward-backward"])

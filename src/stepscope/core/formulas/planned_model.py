@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from stepscope.core.errors import InputError
-from stepscope.core.formulas.transformer import Shapes, block_shapes, count_of, shapes_outside_blocks
+from stepscope.core.formulas.transformer import Shapes, block_shapes, count_of, seen_twice, shapes_outside_blocks
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import ModelConfig, whole_number
 
@@ -83,11 +83,12 @@ class PlannedModel:
 
     def flops_per_token(self, seq_len: int) -> tuple[int, int, int]:
         """FLOPs in forward for one token. Of a block's linear maps: 2 a weight that it meets (Kaplan et al. 2020). Of
-        its scores and their output, half of the square: 2 S d. Of the head."""
+        its scores and their output, half of the square: 2 S d; less with a window (`seen_twice`). Of the head."""
         config = self.config
         matrices = {name: shape for name, shape in block_shapes(config).items() if len(shape) > 1}
         linear = 2 * (count_of(matrices) + (self.active - 1) * self.expert + self.router)
-        return linear, 2 * seq_len * config.d_model, 2 * config.d_model * config.vocabulary
+        of_scores = 2 * seen_twice(seq_len, config.window) * config.d_model // seq_len
+        return linear, of_scores, 2 * config.d_model * config.vocabulary
 
     def step_flops(self, tokens: int, seq_len: int) -> int:
         """Model FLOPs of a training step: forward, and twice as many in backward."""

@@ -8,7 +8,8 @@ parameters   those of `block_shapes` and `shapes_outside_blocks`:
 forward      products of activations with weights, 2 FLOPs a weight and token (Kaplan et al. 2020, table 1):
              2 B S (L (4 d^2 + 3 d f) + d V)
              attention scores and output, 2 products of 2 B S S d each: 4 B S^2 d L, full square;
-             half of it where causal attention is counted as what is needed (S^2 / 2 of the square).
+             half of it where causal attention is counted as what is needed (S^2 / 2 of the square), and with a window
+             of w < S keys the pairs that are seen: w S - w (w - 1) / 2 of the square.
 backward     every product has two in backward (dX and dW, or dQ and dK...): twice the forward.
 
 The embedding is a gather, not a product. Norms, RoPE, softmax, SwiGLU's gate and the optimizer are elementwise
@@ -144,10 +145,15 @@ def step_flops(workload: TextbookWorkload, causal: CausalConvention = "half") ->
 
 def _attention_flops(workload: TextbookWorkload, causal: CausalConvention) -> int:
     """FLOPs of the products of queries with keys, and of weights with values, in one forward pass."""
-    attention = 4 * workload.batch_size * workload.seq_len**2 * workload.model.d_model * workload.model.layers
-    if causal == "half":
-        attention //= 2
-    return attention
+    pairs_twice = seen_twice(workload.seq_len, workload.model.window) if causal == "half" else 2 * workload.seq_len**2
+    return 2 * workload.batch_size * pairs_twice * workload.model.d_model * workload.model.layers
+
+
+def seen_twice(seq_len: int, window: int | None) -> int:
+    """Twice the pairs of a query and a key that it sees: of causal attention the square, of a window what is in it."""
+    if window is None or window >= seq_len:
+        return seq_len**2
+    return 2 * window * seq_len - window * (window - 1)
 
 
 # How AdamW in one launch lays moments side by side, for the optimizer and for the prediction of memory.
