@@ -216,7 +216,7 @@ def test_a_function_may_refuse_lengths_but_not_that_of_its_step():
     assert "right in 3 of 8 calls beside float64; it refuses lengths 1, 17, 65, 127, 203; gradcheck passes" in judged(
         attention="mine.py:whole_tiles"
     )[0]  # fmt: skip
-    with pytest.raises(GateFailure, match="lengths are multiples of 16; it is called as attention"):
+    with pytest.raises(GateFailure, match=r"lengths are multiples of 16 \(mine.py:\d+\); it is called as attention"):
         step = TextbookWorkload(model=configure("tiny"), batch_size=1, seq_len=33, attention="mine.py:whole_tiles")
         require_users(step, torch.device("cpu"))
 
