@@ -217,8 +217,8 @@ class Nest:
 
 def numbered(frame: pl.DataFrame, by: list[str]) -> pl.Series:
     """One integer for each distinct combination of the columns `by`, row by row."""
-    by = [name for name in by if not is_one_value(frame[name])] or by[:1]
-    key = _one_key([frame[name] for name in by])
+    by = [name for name in by if not is_one_value(values_of(frame, name))] or by[:1]
+    key = _one_key([column_of(frame, name) for name in by])
     if key is not None and len(distinct := key.unique()) <= _FEW_KEYS:
         return distinct.sort().search_sorted(key, side="left").cast(pl.Int64).alias("number")
     distinct = frame.select(by).unique().sort(by).with_row_index("number")
@@ -267,7 +267,7 @@ def union(intervals: pl.DataFrame, by: list[str], *, touching: bool = True) -> p
     Columns: `by`, start_ns, end_ns, and `merged` (how many).
     """
     order = intervals.select(*by, "start_ns", (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"))
-    tracks = [] if all(is_one_value(order[name]) for name in by) else by
+    tracks = [] if all(is_one_value(values_of(order, name)) for name in by) else by
     if tracks or not order["start_ns"].is_sorted():
         order = order.sort([*tracks, "start_ns"])
     reached = pl.col("end_ns").cum_max().over(tracks) if tracks else pl.col("end_ns").cum_max()
@@ -285,6 +285,17 @@ def union(intervals: pl.DataFrame, by: list[str], *, touching: bool = True) -> p
             (ends.arg_true() - begins + 1).alias("merged"),
         )
     )
+
+
+def column_of(frame: pl.DataFrame, name: str) -> pl.Series:
+    """The column. `frame[name]` would write out a column of one value, and the frame would keep what was written."""
+    return frame.select(name).to_series()
+
+
+def values_of(frame: pl.DataFrame, name: str) -> pl.Series:
+    """The column of whole numbers, for a look at its values: one row of it where one value is held for all."""
+    held = frame.select(name)
+    return (held.head(1) if held.estimated_size() < held.height else held).to_series()
 
 
 def is_one_value(column: pl.Series) -> bool:

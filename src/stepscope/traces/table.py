@@ -12,7 +12,7 @@ from typing import Literal, cast
 import polars as pl
 
 from stepscope.core.errors import InputError
-from stepscope.traces.nesting import by_thread, is_one_value
+from stepscope.traces.nesting import by_thread, column_of, is_one_value, values_of
 
 # Counters of a capture: figures that a profiler recorded over time, beside what ran.
 
@@ -287,14 +287,14 @@ def with_launches(
     null, and it was launched when its arrow or the operator of its external id began.
     """
     keyed = pl.col("correlation").is_not_null() & (pl.col("correlation") != 0)
-    if work["process"].null_count():
+    if values_of(work, "process").null_count():
         hosts = [frame for frame in (calls.filter(keyed), calls, operators) if frame is not None and frame.height]
         work = _with_process(work, calls.filter(keyed), hosts[0]["process"].unique() if hosts else None)
     call = _call_of(work, calls, keyed)
     work = work.with_columns(
         call.alias("launch_row"),
         calls["start_ns"].gather(call).alias("launch_ns"),
-        calls["thread"].gather(call).alias("launch_thread"),
+        column_of(calls, "thread").gather(call).alias("launch_thread"),
     )
     if arrows is not None and arrows.height:
         work = _filled(work, lambda rows: _from_arrows(rows, calls, arrows))
@@ -375,7 +375,7 @@ def _by_external_ids(rows: pl.DataFrame, calls: pl.DataFrame, launch_rows: pl.Se
 
 def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Series:
     """Row of the call behind each row of work, or null: by place or a binary search, for the memory's sake."""
-    processes = {value: number for number, value in enumerate(calls["process"].unique().to_list())}
+    processes = {value: number for number, value in enumerate(values_of(calls, "process").unique().to_list())}
     low, high = calls["correlation"].min(), calls["correlation"].max()
     small = low is None or (cast("int", low) >= 0 and cast("int", high) < _FEW_IDS)
     ids = None if small else calls["correlation"].unique().sort()  # else their ranks stand for them
@@ -390,9 +390,12 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
             one = pl.select(pl.when(known).then(rank)).to_series()
         if cast("int", one.min() or 0) < 0 or cast("int", one.max() or 0) >= _FEW_IDS:
             one = pl.select(pl.when(one.is_between(0, _FEW_IDS - 1)).then(one)).to_series()
-        if frame.height and is_one_value(frame["process"]) and processes.get(frame.item(0, "process")) == 0:
+        process = values_of(frame, "process")
+        if frame.height and is_one_value(process) and processes.get(process[0]) == 0:
             return one
-        return frame["process"].replace_strict(processes, default=None, return_dtype=pl.Int64) * _FEW_IDS + one
+        return (
+            column_of(frame, "process").replace_strict(processes, default=None, return_dtype=pl.Int64) * _FEW_IDS + one
+        )
 
     keys, rows = key(calls), pl.int_range(calls.height, dtype=pl.UInt32, eager=True)
     if keys.null_count():

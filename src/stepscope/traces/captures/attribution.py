@@ -26,7 +26,7 @@ from stepscope.core.range_names import (
     STEP,
 )
 from stepscope.traces.kernels.families import FAMILIES, classify
-from stepscope.traces.nesting import Nest, by_thread, lasting, numbered, open_rows, renumbered, union
+from stepscope.traces.nesting import Nest, by_thread, column_of, lasting, numbered, open_rows, renumbered, union
 from stepscope.traces.table import COPIES, KIND, TraceTable, fits, named
 
 # A lookup of the innermost named range open on a thread at a moment, among up to a million ranges.
@@ -219,9 +219,9 @@ def with_found_phases(
         .agg(pl.col("start_ns").min())
         .select("process", "start_ns", (pl.col("backward_ns") - pl.col("start_ns")).alias("duration_ns"))
     )
-    before_backward = Nest(forward, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
+    before_backward = Nest(forward, "process").innermost(column_of(work, "process"), work["launch_ns"]).is_not_null()
     zeroing = named(table.ranges, r"^Optimizer\.zero_grad#")
-    zeroed = Nest(zeroing, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
+    zeroed = Nest(zeroing, "process").innermost(column_of(work, "process"), work["launch_ns"]).is_not_null()
     update = fits(operators["name"], _UPDATE)
     if nodes.height:
         update |= fits(operators["name"], _OVER_LISTS, _OF_ANY_USE)
@@ -411,7 +411,7 @@ def attribute(table: TraceTable) -> Attribution:
     ranged = work.select(pl.any_horizontal(pl.col("phase", "module", "step").is_not_null())).to_series()
     if not ranged.all():
         merged = lasting(union(table.ranges, ["process"]))
-        ranged |= Nest(merged, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
+        ranged |= Nest(merged, "process").innermost(column_of(work, "process"), work["launch_ns"]).is_not_null()
     work = work.with_columns(
         ranged.alias("ranged"),
         operator_row.alias("operator_row"),
@@ -435,9 +435,11 @@ def attribute(table: TraceTable) -> Attribution:
     work = work.with_columns(family).with_columns(_ROLE)
     in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
     work = work.with_columns(pl.when(in_phase).then(pl.lit(ROOT, pl.Categorical())).otherwise("module").alias("module"))
+    work = work.drop("track", "_accumulates", "_recomputes")
+    absent = [name for name in ("part", "operator", "operator_row") if work[name].null_count() == work.height]
     return Attribution(
         table=table,
-        work=work.drop("track", "_accumulates", "_recomputes"),
+        work=work.with_columns(pl.lit(None, work.schema[name]).alias(name) for name in absent),  # held as one value
         instances=_instances(few),
         links_checked=checked,
         links_agree=agree,
@@ -529,7 +531,7 @@ def _phase(work: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> pl.S
     own_phases = _on_threads(phases.filter("nested"), threads)
     of_thread = gather(own_phases["phase"], Nest(own_phases, "track").innermost(work["track"], work["launch_ns"]))
     merged = lasting(union(phases, ["process", "phase"]))
-    anywhere = gather(merged["phase"], Nest(merged, "process").innermost(work["process"], work["launch_ns"]))
+    anywhere = gather(merged["phase"], Nest(merged, "process").innermost(column_of(work, "process"), work["launch_ns"]))
     both = pl.DataFrame({"own": of_thread, "anywhere": anywhere})
     return both.select(pl.coalesce("own", "anywhere").alias("phase")).to_series()
 
@@ -541,7 +543,7 @@ def _step(work: pl.DataFrame, few: pl.DataFrame) -> pl.Series:
     """
     steps = lasting(union(few.filter(pl.col("what") == "step"), ["process"], touching=False)).sort("start_ns")
     steps = steps.with_columns(pl.int_range(pl.len()).over("process").alias("step"))
-    rows = Nest(steps, "process").innermost(work["process"], work["launch_ns"])
+    rows = Nest(steps, "process").innermost(column_of(work, "process"), work["launch_ns"])
     return gather(steps["step"], rows).cast(pl.Int64).alias("step")
 
 

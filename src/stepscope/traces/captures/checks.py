@@ -15,7 +15,7 @@ from stepscope.traces.captures.attribution import phase_of, range_kind
 from stepscope.traces.captures.occupation import device_names
 from stepscope.traces.captures.summary import GEMM, OUTSIDE, TraceSummary
 from stepscope.traces.kernels.names import decode, is_tf32
-from stepscope.traces.nesting import open_rows
+from stepscope.traces.nesting import open_rows, values_of
 from stepscope.traces.table import COPIES, KIND, WORK, Profiler, fits, launches, named
 
 _FALSE_SHARE = 0.01
@@ -566,7 +566,7 @@ def phases_span_threads(summary: TraceSummary) -> Finding | None:
 def correlation_shared(summary: TraceSummary) -> Finding | None:
     """A finding on processes that use the same correlation ids. A join by id alone would count kernels repeatedly."""
     table = summary.attribution.table
-    if table.on_cpu or table.calls["process"].n_unique() < 2:
+    if table.on_cpu or values_of(table.calls, "process").n_unique() < 2:
         return None
     calls = table.calls.filter(pl.col("correlation").is_not_null()).select("process", "correlation").unique()
     owners = calls.group_by("correlation").len("owners")

@@ -19,6 +19,7 @@ have been ready. The first of these that holds is the cause:
 Calls do not say for which device they wait. If one process drives several devices, a wait counts for each of them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -27,7 +28,7 @@ import polars as pl
 
 from stepscope.core.range_names import PHASES
 from stepscope.traces.captures.attribution import Attribution
-from stepscope.traces.nesting import by_start, is_one_value, open_rows, union
+from stepscope.traces.nesting import by_start, is_one_value, open_rows, union, values_of
 from stepscope.traces.table import TraceTable, fits, named
 
 # Exact arithmetic on sets of disjoint intervals: their length, and the time that they cover in each window.
@@ -35,7 +36,9 @@ from stepscope.traces.table import TraceTable, fits, named
 
 def pieces(work: pl.DataFrame) -> pl.DataFrame:
     """The union of the work's intervals, sorted and disjoint: start_ns, end_ns. Empty intervals cover nothing."""
-    return union(work.filter(pl.col("duration_ns") > 0), []).select("start_ns", "end_ns")
+    work = work.select("start_ns", "duration_ns")
+    some_last = work if cast("int", work["duration_ns"].min() or 0) > 0 else work.filter(pl.col("duration_ns") > 0)
+    return union(some_last, []).select("start_ns", "end_ns")
 
 
 def length_ns(disjoint: pl.DataFrame) -> int:
@@ -101,10 +104,12 @@ def overlap(attribution: Attribution) -> tuple[Overlap, ...]:
     overlaps: list[Overlap] = []
     communicates = pl.col("family") == "communication"
     all_kernels = attribution.kernels.select("device", "family", "name", "start_ns", "duration_ns")
-    for device in all_kernels["device"].unique().sort().to_list():
-        kernels = all_kernels.filter(pl.col("device") == device)
+    for device in values_of(all_kernels, "device").unique().sort().to_list():
+        alone = is_one_value(values_of(all_kernels, "device"))  # a filter copies a million rows
+        kernels = all_kernels if alone else all_kernels.filter(pl.col("device") == device)
         collectives = kernels.filter(communicates)
-        computation, communication = pieces(kernels.filter(~communicates)), pieces(collectives)
+        computation = pieces(kernels.filter(~communicates) if collectives.height else kernels)
+        communication = pieces(collectives)
         ends = collectives["start_ns"] + collectives["duration_ns"]
         hidden = covered_ns(computation, communication["start_ns"], communication["end_ns"])
         by_kernel = (
@@ -144,7 +149,10 @@ def used_devices(attribution: Attribution) -> dict[int, str]:
         return {}
     listed = set(table.devices.values())
     common = listed.pop() if len(listed) == 1 else ""
-    return {index: table.devices.get(index, common) for index in attribution.work["device"].unique().sort().to_list()}
+    return {
+        index: table.devices.get(index, common)
+        for index in values_of(attribution.work, "device").unique().sort().to_list()
+    }
 
 
 def device_names(attribution: Attribution) -> tuple[str, ...]:
@@ -196,6 +204,18 @@ def waiting_call(gaps: pl.DataFrame, waiting: pl.DataFrame) -> pl.Series:
     return pl.select(pl.coalesce(*answers).alias("wait")).to_series()
 
 
+def _slices(gaps: pl.DataFrame) -> Iterator[pl.DataFrame]:
+    return gaps.iter_slices(_AT_ONCE) if gaps.height else iter([gaps])
+
+
+def _open_between(waiting: pl.DataFrame, gaps: pl.DataFrame) -> pl.DataFrame:
+    """The waits that may be open at the start of one of these gaps."""
+    if not gaps.height:
+        return waiting.clear()
+    first, last = gaps["start_ns"].min(), gaps["start_ns"].max()
+    return waiting.filter(pl.col("start_ns") <= last, pl.col("start_ns") + pl.col("duration_ns") >= first)
+
+
 LAUNCH_NS = 5_000
 """The least time from a launch call to its running kernel. The quickest of 14,000 on an idle H200 took 5.0 us."""
 
@@ -204,6 +224,9 @@ KERNEL_LATENCY_NS = 4_000
 
 On an H200 on one stream, the median is 1.1 us and 99 % are below 2.5 us. Between streams, by an event, it is up to 3.8
 us."""
+
+_AT_ONCE = 1 << 18
+"""The most gaps that are described at once: they take several times the memory of what is kept."""
 
 CAUSES = ("synchronisation", "data", "launch-bound", "dependency", "kernel-to-kernel latency", "unknown")
 CAUSE = pl.Enum(CAUSES)
@@ -243,7 +266,7 @@ class Occupation:
     """All devices of a trace, and the gaps between their work.
 
     `gaps`: device, start_ns, duration_ns, cause, phase, step, before, after (names of the work on either side),
-    launch_ns (of the work after), wait (the call or operator that waited, for synchronisation). `phase` is the phase of
+    wait (the call or operator that waited, for synchronisation). `phase` is the phase of
     the work on both sides, BETWEEN_STEPS or BETWEEN_PHASES if they differ, null outside all phases. `step` is the step
     of the work after.
     """
@@ -289,17 +312,27 @@ def occupation(attribution: Attribution) -> Occupation | None:
     work = attribution.work
     if attribution.table.on_cpu or not work.height:
         return None
-    each = [_of_device(attribution, device) for device in work["device"].unique().sort().to_list()]
-    gaps = _with_causes(pl.concat([gaps for _, gaps in each]), attribution)
-    return Occupation(devices=tuple(device for device, _ in each), gaps=gaps)
+    table = attribution.table
+    columns = ["process", "thread", "start_ns", "duration_ns"]
+    loading = pl.concat(named(frame, _LOADS_DATA).select(columns) for frame in (table.ranges, table.operators))
+    waiting = waits(table, work)
+    each = [
+        _of_device(attribution, device, loading, waiting)
+        for device in values_of(work, "device").unique().sort().to_list()
+    ]
+    # One value is held for all gaps of a device.
+    gaps = [pl.concat(some).select(pl.lit(one.device, pl.Int64).alias("device"), pl.all()) for one, some in each]
+    return Occupation(devices=tuple(one for one, _ in each), gaps=gaps[0] if len(gaps) == 1 else pl.concat(gaps))
 
 
-def _of_device(attribution: Attribution, device: int) -> tuple[DeviceOccupation, pl.DataFrame]:
-    """One device's occupation, and its gaps without their causes."""
+def _of_device(
+    attribution: Attribution, device: int, loading: pl.DataFrame, waiting: pl.DataFrame
+) -> tuple[DeviceOccupation, list[pl.DataFrame]]:
+    """One device's occupation, and its gaps, in pieces: a million of them are described piece by piece."""
     columns = ["start_ns", "duration_ns", "device", "process", "name", "launch_ns", "launch_thread", "phase", "step"]
     end_ns = pl.col("start_ns") + pl.col("duration_ns")
     inside = attribution.work.select(columns)
-    if not is_one_value(inside["device"]):
+    if not is_one_value(values_of(inside, "device")):
         inside = inside.filter(pl.col("device") == device)
     # The device's work clipped to the span of its steps, sorted by start.
     marked = pl.col("step").is_not_null() | (pl.col("step").count() == 0)
@@ -316,6 +349,7 @@ def _of_device(attribution: Attribution, device: int) -> tuple[DeviceOccupation,
     )
     inside = by_start(inside, "launch_ns")
     gaps = _gaps(inside)
+    described = [_with_causes(_between(some, inside), loading, waiting) for some in _slices(gaps)]
     occupied = DeviceOccupation(
         device=device,
         name=attribution.table.devices.get(device),
@@ -325,24 +359,36 @@ def _of_device(attribution: Attribution, device: int) -> tuple[DeviceOccupation,
         union_ns=length_ns(pieces(inside)),
         idle_ns=int(gaps["duration_ns"].sum()),
     )
-    return occupied, gaps
+    return occupied, described
 
 
 def _gaps(work: pl.DataFrame) -> pl.DataFrame:
-    """The gaps between work sorted by start, with the work after each gap and the launching thread before it."""
+    """The gaps between work sorted by start, with the rows of the work after each and of that which ended last before
+    it."""
     end_ns = work["start_ns"] + work["duration_ns"]
     reached = end_ns.cum_max()
-    rows = pl.DataFrame({"start_ns": work["start_ns"], "reached": reached.shift(1)}).with_row_index("after")
-    # The work before each row that ended last.
-    furthest = pl.select(pl.when(end_ns == reached).then(pl.int_range(work.height)).forward_fill().shift(1)).to_series()
-    gaps = rows.with_columns(furthest.alias("before")).filter(pl.col("start_ns") > pl.col("reached"))
+    row = pl.int_range(work.height, dtype=pl.UInt32)
+    furthest = pl.select(pl.when(end_ns == reached).then(row).forward_fill().shift(1)).to_series()
+    reached = reached.shift(1)
+    idle = work["start_ns"] > reached
+    return pl.DataFrame(
+        {
+            "after": idle.arg_true(),
+            "before": furthest.filter(idle),
+            "start_ns": reached.filter(idle),
+            "duration_ns": (work["start_ns"] - reached).filter(idle),
+        }
+    )
+
+
+def _between(gaps: pl.DataFrame, work: pl.DataFrame) -> pl.DataFrame:
+    """These gaps, with the work after each and the launching thread before it."""
     after = work.drop("start_ns", "duration_ns")[gaps["after"]]
     before = work.select("name", "launch_thread", "phase", "step")[gaps["before"]]
     return after.select(
-        "device",
         "process",
-        gaps["reached"].alias("start_ns"),
-        (gaps["start_ns"] - gaps["reached"]).alias("duration_ns"),
+        gaps["start_ns"],
+        gaps["duration_ns"],
         _place(before, after),
         "step",
         before["name"].alias("before"),
@@ -366,21 +412,19 @@ def _place(before: pl.DataFrame, after: pl.DataFrame) -> pl.Series:
     return pl.select(place.alias("phase")).to_series()
 
 
-def _with_causes(gaps: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
-    table = attribution.table
+def _with_causes(gaps: pl.DataFrame, loading: pl.DataFrame, waiting: pl.DataFrame) -> pl.DataFrame:
+    """The gaps with their causes: of ranges that load data, of waits for a device, or of the launch."""
     gaps = gaps.with_row_index("gap")
     launch = ["gap", "process", "start_ns", "launch_ns", "launch_thread", "thread_before", "after"]
     late = gaps.select(launch).filter(pl.col("launch_ns") > pl.col("start_ns") - LAUNCH_NS)
     # The time that the launching threads spent loading data from each gap's start to its launch.
-    columns = ["process", "thread", "start_ns", "duration_ns"]
-    loading = pl.concat(named(frame, _LOADS_DATA).select(columns) for frame in (table.ranges, table.operators))
     loading = loading.join(late, left_on=["process", "thread"], right_on=["process", "launch_thread"], how="semi")
     spent = pl.Series("loading_ns", [0], dtype=pl.Int64).new_from_index(0, late.height)
     for process in loading["process"].unique().to_list():
         covered = covered_ns(pieces(loading.filter(pl.col("process") == process)), late["start_ns"], late["launch_ns"])
         spent = pl.select(pl.when(late["process"] == process).then(covered).otherwise(spent)).to_series()
     late = late.with_columns(
-        waiting_call(late, waits(table, attribution.work)),
+        waiting_call(late, _open_between(waiting, late)),
         spent.alias("loading_ns"),
         fits(late["after"], _TO_DEVICE).alias("copies_in"),
     )
@@ -407,5 +451,5 @@ def _with_causes(gaps: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
     return (
         gaps.with_columns(found["wait"], pl.coalesce(found["cause"], in_time).alias("cause"))
         .with_columns(pl.when(pl.col("cause") == "synchronisation").then("wait").alias("wait"))
-        .select("device", "start_ns", "duration_ns", "cause", "phase", "step", "before", "after", "launch_ns", "wait")
+        .select("start_ns", "duration_ns", "cause", "phase", "step", "before", "after", "wait")
     )

@@ -43,7 +43,7 @@ from stepscope.traces.captures.occupation import (
 )
 from stepscope.traces.kernels.families import is_generated
 from stepscope.traces.kernels.names import decode
-from stepscope.traces.nesting import is_one_value, union
+from stepscope.traces.nesting import is_one_value, union, values_of
 from stepscope.traces.roofline import Roofline, roofline
 from stepscope.traces.table import COPIES, KIND
 
@@ -509,7 +509,7 @@ class TraceSummary:
         end_ns = pl.col("start_ns") + pl.col("duration_ns")
         ordered = attribution.kernels.select("device", "phase", "kind", "start_ns", "duration_ns")
         ordered = ordered.filter(pl.col("kind") != "graph")
-        if not (is_one_value(ordered["device"]) and ordered["start_ns"].is_sorted()):
+        if not (is_one_value(values_of(ordered, "device")) and ordered["start_ns"].is_sorted()):
             ordered = ordered.sort("device", "start_ns")
         changes = pl.any_horizontal(
             pl.col(name).ne_missing(pl.col(name).shift(1)).fill_null(True) for name in ("device", "phase")
@@ -521,7 +521,7 @@ class TraceSummary:
             .agg(pl.len().alias("passes"), pl.col("span").sum())
         )
         opened = Counter(attribution.instances["what"].to_list())
-        devices = attribution.kernels["device"].n_unique()
+        devices = values_of(attribution.kernels, "device").n_unique()
         return {
             row["phase"]: row["span"] / self.steps / devices
             for row in passes.iter_rows(named=True)
