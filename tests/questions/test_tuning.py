@@ -523,13 +523,14 @@ def test_the_factory_s_own_optimizer_stays_and_what_is_wrong_with_its_run_is_sai
 ):
     asked = FactoryWorkload(model=UserModel(name=""), factory="own.py:make")
     found = msgspec.structs.replace(asked, optimizer="SGD", by_factory=("optimizer",))
-    run = make_run(step=[1.0] * 9, workload=found, findings=(error("wrong", "It is wrong."),))
+    evidence = Evidence(absent=("attention", "projections"))
+    run = make_run(step=[1.0] * 9, workload=found, findings=(error("wrong", "It is wrong."),), evidence=evidence)
     racing = Racing(device="cpu", out=str(tmp_path), budget_s=0)
     monkeypatch.setattr(racing, "_measured", lambda *_, **__: [run])
     answer = answer_tuned(tune(asked, racing, device="cpu", on_gpu=False))
     assert "SGD" in answer.lead[0].text
     (gave,) = (table for table in answer.tables if table.title == "What each change gave")
-    assert [row[0] for row in gave.rows] == ["precision", "projections", "compile"]
+    assert [row[0] for row in gave.rows] == ["precision", "compile"], "its model has no projections of one input"
     (wrong,) = (finding for finding in answer.findings if finding.severity == "error")
     assert wrong.kind == "baseline-doubted" and wrong.sentence.endswith("found an error: It is wrong.")
 

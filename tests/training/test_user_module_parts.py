@@ -28,7 +28,7 @@ from stepscope.runs.answer import answer_run
 from stepscope.runs.checks import check_run
 from stepscope.training.attention import implementation
 from stepscope.training.attention.pytorch import attention_found, calls_held, swap_attention
-from stepscope.training.parts.replaced import join_projections, joined, projections_found, replace_parts
+from stepscope.training.parts.replaced import absent_from, join_projections, joined, projections_found, replace_parts
 from stepscope.training.user_module.loading import make_user_step
 from stepscope.training.user_module.module_step import ModuleStep
 from tests.command import stepscope
@@ -329,7 +329,10 @@ def losses_of(step: ModuleStep, steps: int = 3) -> list[float]:
 
 
 def test_joint_projections_and_another_attention_train_a_user_s_model_alike(tmp_path: Path):
-    own = losses_of(own_llama(tmp_path))
+    plain = own_llama(tmp_path)
+    own = losses_of(plain)
+    whole = ("attention", "projections", "norm", "rope", "mlp", "loss")
+    assert not plain.absent and absent_from(torch.nn.Linear(4, 4)) == whole
     swapped = own_llama(tmp_path, attention="sdpa", projections="joint")
     assert losses_of(swapped) == pytest.approx(own, rel=1e-5)
     first: Any = swapped.model.get_submodule("model.layers.0.self_attn")

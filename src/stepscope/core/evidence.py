@@ -493,6 +493,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What `auto` picked; None where the workload names its attention."""
     parts: tuple[PartFound, ...] = ()
     """Which modules of a user's model other kernels compute, and which were left; empty where none were asked for."""
+    absent: tuple[str, ...] = ()
+    """Fields of the workload that choose what a user's model does not have: a change of them replaces nothing."""
     captures: tuple[Capture, ...] = ()
     """A record for each profiler that was asked for a trace, also where it failed."""
     loop: WatchedLoop | None = None

@@ -76,7 +76,8 @@ def build(draft: Draft) -> None:
     if workload.attention == AUTO:
         draft.set_evidence(attention=by_sizes(workload, lambda sized: chosen_attention(sized, device.type)))
     if workload.factory:
-        draft.set_evidence(parts=getattr(draft.built, "found", ()), unmet=unmet(workload))
+        found, absent = (getattr(draft.built, name, ()) for name in ("found", "absent"))
+        draft.set_evidence(parts=found, absent=absent, unmet=unmet(workload))
 
 
 def release(draft: Draft) -> None:

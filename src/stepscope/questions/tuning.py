@@ -470,7 +470,8 @@ def tune(
         baseline = one_that_fits(start, racing, kept)
     except KeyboardInterrupt:
         return Tuned(asked=start, baseline=start, best=start, interrupted=True, seconds=racing.seconds)
-    search = Search(baseline=baseline, on_gpu=on_gpu, kept=kept | racing.fixed, named=named or {})
+    left = racing.fixed | (racing.absent - {*(named or {})})
+    search = Search(baseline=baseline, on_gpu=on_gpu, kept=kept | left, named=named or {})
     tuned = Tuned(asked=start, baseline=baseline, best=baseline)
     try:
         search.run(racing, tell)

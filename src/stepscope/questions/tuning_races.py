@@ -118,6 +118,8 @@ class Racing:
         """The class of the optimizer that the step's factory gives."""
         self.fixed: frozenset[str] = frozenset()
         """Fields of the workload that the step's factory decides, so that a change of them changes nothing."""
+        self.absent: frozenset[str] = frozenset()
+        """Fields of the workload that choose what the step's model does not have."""
         self.budget: Budget | None = memory_of(self._plan(()))
         self._machine = _machine_here() if device != "cpu" else None
         self._alone: dict[str, Run] = {}
@@ -197,7 +199,7 @@ class Racing:
         if run.status != "done":
             message = run.failure.message if run.failure is not None else run.status
             raise DeviceError(f"the step that is to be tuned {run.status}: {message}")
-        workload_run = run.workload
+        workload_run, self.absent = run.workload, frozenset(run.evidence.absent)
         if "optimizer" in workload_run.by_factory:
             self.own_optimizer, self.fixed = workload_run.optimizer or "", frozenset({"optimizer"})
         if workload.ranks > 1:

@@ -858,6 +858,17 @@ def _why_apart(layer: Any, first: Any, times: Mapping[int, int]) -> str:
     return next((why for holds, why in reasons if holds), "")
 
 
+def absent_from(model: nn.Module) -> tuple[str, ...]:
+    """Fields of a workload whose choices would replace nothing in this model, since it has no such module. Of norm, mlp
+    and loss they are all or none: these are chosen together."""
+    modules = [*model.modules()]
+    by_name = any(getattr(getattr(each, "config", None), "_attn_implementation", None) for each in modules)
+    absent = [] if by_name else ["attention"]
+    absent += [] if any(True for _ in _groups_of(model)) else ["projections"]
+    absent += [] if any(_ways(each, part) for each in modules for part in MODULE_PARTS) else PARTS
+    return tuple(absent)
+
+
 def projections_found(model: nn.Module) -> list[PartFound]:
     """The modules whose projections are one product, and those whose are not, by type and reason."""
     counts: Counter[tuple[str, str]] = Counter()

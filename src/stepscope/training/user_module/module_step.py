@@ -28,7 +28,7 @@ from stepscope.training.attention import implementation
 from stepscope.training.attention.pytorch import attention_found, calls_held, swap_attention
 from stepscope.training.checkpointing import OUTPUTS_KEPT_OF_ANY, KeptCalls, checkpointed
 from stepscope.training.optimizer import updated_by
-from stepscope.training.parts.replaced import join_projections, joined, projections_found, replace_in
+from stepscope.training.parts.replaced import absent_from, join_projections, joined, projections_found, replace_in
 from stepscope.training.training_step import AssembledStep, Share, StepParts, check_choices, in_16_bits
 from stepscope.training.user_module.user_code import (
     Call,
@@ -391,6 +391,8 @@ class ModuleStep(AssembledStep):
         """user_module: the module as the factory returned it. It is moved to the device. share: as of AssembledStep."""
         check_choices(choices, device)
         check_trained(user_module, choices)
+        self.absent = absent_from(user_module.module)
+        """Fields of the workload that choose what the module does not have."""
         user_module = placed(user_module, choices, device)
         if PRECISIONS[choices.dtype].masters and user_module.optimizer is not None:
             raise InputError(
