@@ -52,6 +52,7 @@ _IMPORTED = (
 _NO_MATTER = (
     "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "STEPSCOPE_CACHE", "STEPSCOPE_NSYS", "CUDA_VISIBLE_DEVICES",
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_USAGE_STATS_ENABLED",
+    "RAY_ADDRESS", "RAY_CLIENT_MODE",
 )  # fmt: skip
 """Variables that change from test to test, that are read when something is shown or looked for, or that libraries leave
 behind: no import depends on them."""
