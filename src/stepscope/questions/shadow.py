@@ -679,6 +679,8 @@ class BlockReplay:
             raise InputError(
                 f"{self._given.not_finite} of the step of {subject.name} is not finite: give another batch"
             )
+        if not any(gradient.any() for gradient in self._given.gradients.values()):
+            raise InputError(f"every gradient of the step of {subject.name} is zero: give another batch")
         self.noise = self._noise()
 
     def _noise(self) -> float | None:

@@ -239,6 +239,8 @@ _COUNTED_STEPS = 5
 
 def held_in(values: Tensor, name: str) -> Tensor:
     """Parameters in fp32 as a format holds them, in fp32. Blocks lie along the last dimension of a matrix."""
+    if not values.numel():
+        return values
     if name in BLOCK_FORMATS:
         rows = values.reshape(len(values), -1) if values.dim() > 1 else values.reshape(1, -1)
         return round_blocks(rows, BLOCK_FORMATS[name], weight=True).view(values.shape)

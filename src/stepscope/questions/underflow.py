@@ -189,6 +189,8 @@ def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> li
     by_place: dict[tuple[str, str], Gradients] = {}
 
     def keep(of: str, name: str, module: str, gradient: Tensor) -> None:
+        if gradient.numel() == 0:
+            return
         kind = kind_of(module)
         by_place.setdefault((of, kind), Gradients(kind, of, {})).tensors[name] = gradient.detach()
 

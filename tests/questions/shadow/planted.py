@@ -147,3 +147,23 @@ def make_encoder() -> Any:
     """PyTorch's attention, which takes a weight of a module in it that never runs."""
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True, dropout=0.0)
     return nn.Sequential(layer, nn.Linear(WIDTH, WIDTH)), torch.randn(2, 4, WIDTH), square
+
+
+class Empty(nn.Module):
+    """A layer with outputs beside one with none, given no rows, too; its blocks divide neither size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.some, self.none = nn.Linear(33, 5), nn.Linear(33, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.some(x) + self.none(x).sum() + self.some(x[:0]).sum()
+
+
+def make_empty(scale: float = 1.0) -> tuple[nn.Module, tuple[Tensor, Tensor], Any]:
+    torch.manual_seed(0)
+    model = Empty()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return model, (scale * torch.randn(6, 33), torch.zeros(6, 5)), F.mse_loss

@@ -9,6 +9,8 @@ from stepscope.core.float_formats import BLOCK_FORMATS
 from stepscope.core.model_config import configure
 from stepscope.questions.one_model import OneModel, shadow
 from stepscope.questions.shadow import BY_LAYER, BY_PRODUCT, RECIPES, study_block_shadow
+from stepscope.questions.swallowed import study_swallowed
+from stepscope.questions.underflow import study_underflow
 from stepscope.training.scaled_products import PRODUCTS, Product, Recipe, block_products, first_and_last, round_blocks
 
 SMALL = configure("tiny", d_model=32, d_ff=64, layers=3, heads=2, vocabulary=101)
@@ -83,6 +85,23 @@ def test_what_a_step_loses_by_recipe_product_and_layer():
     by_size = [float(str(row[3])) for row in layers if row[0] == "mxfp4"]
     assert by_size == sorted(by_size, reverse=True)
     assert [finding.kind for finding in answer.findings] == ["shadow-blocks", "shadow-blocks"]
+
+
+EMPTY = "tests.questions.shadow.planted:make_empty"
+
+
+def test_tensors_without_numbers_lose_nothing():
+    answer = study_block_shadow(to=("mxfp4", "fp8-tensor"), factory=EMPTY, device="cpu")
+    assert {row[1] for row in answer.table(BY_LAYER).rows} == {"some", "none"}
+    assert all(row[0] == "mxfp4" or float(str(row[3])) < 0.2 for row in answer.table(RECIPES).rows)
+    found = study_underflow(format_name="nvfp4", factory=EMPTY, device="cpu")
+    assert "none" not in {row[0] for row in found.tables[0].rows}
+    assert study_swallowed(steps=1, learning_rates=(1e-3,), factory=EMPTY, device="cpu").findings
+
+
+def test_gradients_of_zeros_are_refused():
+    with pytest.raises(InputError, match=r"every gradient of the step of .* is zero: give another batch"):
+        study_block_shadow(to=("mxfp4",), factory=EMPTY, arguments={"scale": 0.0}, device="cpu")
 
 
 def test_a_model_without_linear_layers_and_a_mix_of_formats_are_refused():

@@ -1,0 +1,107 @@
+"""How long does it take to round 64 M numbers of fp32 to MXFP4 and back? stepscope, torchao, and a plain copy.
+
+    python benchmarks/rounding.py [--runs 5] [--threads 2] [--json FILE]
+    python benchmarks/rounding.py --show FILE...       # tables of results kept with --json
+
+All run eagerly on a CPU in one process, in turns. What counts is processor time, the least of the runs: threads that
+wait for each other count, too. torchao runs where it is installed.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from stepscope.core.float_formats import BLOCK_FORMATS
+from stepscope.recording.environment import read_environment, resolve_device
+from stepscope.training.scaled_products import round_blocks
+from stored import measure_or_show
+
+NUMBERS = 64 * 2**20
+ROW = 4096
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """The runs of one way."""
+
+    way: str
+    cpu_s: list[float]
+    wall_s: list[float]
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """All ways, on one machine."""
+
+    environment: str
+    versions: dict[str, str]
+    threads: int
+    rows: list[Row]
+
+
+def _ways() -> dict[str, Callable[[Tensor], Tensor]]:
+    form = BLOCK_FORMATS["mxfp4"]
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "a copy": torch.clone,
+        "stepscope": lambda values: round_blocks(values, form),
+    }
+    if importlib.util.find_spec("torchao") is not None:
+        mx = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
+        kind = torch.float4_e2m1fn_x2
+        ways["torchao"] = lambda values: mx.MXTensor.to_mx(values, kind, 32).dequantize(torch.float32)
+    return ways
+
+
+def measure(arguments: argparse.Namespace) -> Result:
+    """Each round runs every way once, after one round that does not count."""
+    torch.set_num_threads(arguments.threads)
+    values = torch.randn(NUMBERS // ROW, ROW, generator=torch.Generator().manual_seed(0))
+    ways = _ways()
+    rows = {way: Row(way=way, cpu_s=[], wall_s=[]) for way in ways}
+    for counts in range(arguments.runs + 1):
+        for way, rounded in ways.items():
+            wall_s, cpu_s = time.perf_counter(), time.process_time()
+            rounded(values)
+            if counts:
+                rows[way].cpu_s.append(time.process_time() - cpu_s)
+                rows[way].wall_s.append(time.perf_counter() - wall_s)
+    known = [name for name in ("torch", "torchao") if importlib.util.find_spec(name)]
+    versions = {name: importlib.metadata.version(name) for name in known}
+    environment = read_environment(resolve_device("cpu")).described
+    return Result(environment=environment, versions=versions, threads=arguments.threads, rows=[*rows.values()])
+
+
+def render_markdown(result: Result) -> str:
+    """The result as a Markdown table."""
+    lines = ["| way | processor | elapsed | runs |", "|" + "---|" * 4]
+    for row in result.rows:
+        lines.append(f"| {row.way} | {min(row.cpu_s):.2f} s | {min(row.wall_s):.2f} s | {len(row.cpu_s)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    said = f"{NUMBERS // 2**20} Mi numbers, {result.threads} threads, the least of the runs. {result.environment}"
+    return f"{said}, {versions}\n\n" + "\n".join(lines) + "\n"
+
+
+def render(result: Result, console: Console) -> None:
+    """The result in a terminal."""
+    console.print(render_markdown(result), soft_wrap=True, markup=False, highlight=False)
+
+
+def main() -> None:
+    """Print the result; with --json also keep it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
+    measure_or_show(parser.parse_args(), Result, measure=measure, render=render, render_markdown=render_markdown)
+
+
+if __name__ == "__main__":
+    main()
