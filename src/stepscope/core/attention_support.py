@@ -65,12 +65,15 @@ def attention_of(workload: TextbookWorkload, device_type: str, here: FaultHere =
 
     Raises an InputError that says what the named one lacks, and which ones would work.
     """
-    call = parts.AttentionCall(
+    return resolve_attention(workload.attention, _call(workload, device_type), here)
+
+
+def _call(workload: TextbookWorkload, device_type: str) -> parts.AttentionCall:
+    return parts.AttentionCall(
         device_type=device_type, dtype=PRECISIONS[workload.dtype].tensors, head_dim=workload.model.head_dim,
         queries=workload.seq_len, keys=workload.seq_len, heads=workload.model.heads, key_heads=workload.model.key_heads,
         window=workload.model.window, backward=workload.phase != "forward",
     )  # fmt: skip
-    return resolve_attention(workload.attention, call, here)
 
 
 def predicted_attention(workload: TextbookWorkload, device_type: str) -> parts.Attention:
@@ -78,15 +81,22 @@ def predicted_attention(workload: TextbookWorkload, device_type: str) -> parts.A
 
     Raises InputError where it is not: the symbolic model does not know what such a step keeps, or makes on the way.
     """
-    name = attention_of(workload, device_type, here=lambda _name, _device: None)  # about a machine that lacks nothing
-    predicted = _predicted(workload)
-    if name not in predicted:
+    call = _call(workload, device_type)
+
+    def fault(name: parts.Attention) -> str | None:
+        return find_fault(name, call, lambda _name, _device: None)  # about a machine that lacks nothing
+
+    predicted, asked = [name for name in _predicted(workload) if fault(name) is None], workload.attention
+    if asked in parts.ATTENTIONS and (why := fault(asked)) is not None:
+        said = f"attention {asked} {why}"
+    else:
+        name = resolve_attention(asked, call, lambda _name, _device: None)
+        if name in predicted:
+            return name
         step = "a step" if as_eager(workload) else "a compiled step"
         window = "" if workload.model.window is None else " and a window"
-        raise InputError(
-            f"the memory of {step} with attention {name}{window} is not predicted: choose one of {', '.join(predicted)}"
-        )
-    return name
+        said = f"the memory of {step} with attention {name}{window} is not predicted"
+    raise InputError(f"{said}: choose one of {', '.join(predicted)}")
 
 
 def is_predicted(workload: Workload) -> TypeGuard[TextbookWorkload]:
@@ -111,20 +121,20 @@ def unpredicted(workload: TextbookWorkload) -> str | None:
     eager = as_eager(workload)
     if PRECISIONS[workload.dtype].scaled and not eager:
         # AOTAutograd chooses whether backward gets an operand in 16 bits or in 8, and by what kernels it is cast.
-        return f"the memory of a compiled step in {workload.dtype} is not predicted: ask for --compile eager"
+        return f"the memory of a compiled step in {workload.dtype} is not predicted: ask for --compile eager or blocks"
     if workload.projections != "apart" and not eager:
         # Whether the compiler keeps them or their product, of which all are parts, no peak has shown.
         return (
             "the memory of a compiled step with projections joint is not predicted: choose --projections apart, or "
             "--compile eager or blocks"
         )
-    part = parts.unpredicted_part(workload.parts, eager=eager)
-    if part is not None:
+    if unknown := parts.unpredicted_parts(workload.parts, eager=eager):
         step = "a step" if eager else "a compiled step"
-        or_eager = "" if eager or parts.unpredicted_part(workload.parts, eager=True) else ", or --compile eager"
+        neither = eager or parts.unpredicted_parts(workload.parts, eager=True)
         return (
-            f"the memory of {step} with {part} {workload.parts[part]} is not predicted: choose --{part} reference"
-            f"{or_eager}"
+            f"the memory of {step} with {', '.join(f'{part} {workload.parts[part]}' for part in unknown)} is not "
+            f"predicted: choose {' '.join(f'--{part} reference' for part in unknown)}"
+            f"{'' if neither else ', or --compile eager or blocks'}"
         )
     return None
 

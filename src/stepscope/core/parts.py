@@ -614,9 +614,6 @@ def check_parts(
             raise InputError(f"{part} {name} {fault}: choose --{part} {REFERENCE}")
 
 
-def unpredicted_part(chosen: Mapping[Part, Kernels], *, eager: bool) -> Part | None:
-    """The first part with which the memory of a step is not predicted; None where it is."""
-    return next(
-        (part for part, name in chosen.items() if name != REFERENCE and not (eager and PARTS[part][name].predicted)),
-        None,
-    )
+def unpredicted_parts(chosen: Mapping[Part, Kernels], *, eager: bool) -> list[Part]:
+    """The parts with which the memory of a step is not predicted."""
+    return [part for part, name in chosen.items() if name != REFERENCE and not (eager and PARTS[part][name].predicted)]

@@ -385,7 +385,7 @@ def test_what_is_not_predicted_of_parts_is_refused_in_one_line():
         InputError, match=r"^the memory of a step with loss liger is not predicted: choose --loss refer"
     ):
         estimate(three(loss="liger"), "cpu")
-    with pytest.raises(InputError, match="the memory of a compiled step with norm fused is not predicted"):
+    with pytest.raises(InputError, match="a compiled step with norm fused, rope fused, mlp fused, loss fused is not"):
         estimate(three(compile="default", **FUSED), "cpu")
     with pytest.raises(InputError, match="compiled step with projections joint is not predicted: choose --proj"):
         estimate(three(compile="default", projections="joint"), "cpu")

@@ -2,8 +2,10 @@
 
 import copy
 import inspect
+import itertools
 import json
 import pydoc
+import re
 import signal
 import subprocess
 import sys
@@ -21,8 +23,11 @@ from stepscope.core.answer import encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.spelled import run_call
 from stepscope.core.model_config import MODEL_OPTIONS, configure
+from stepscope.core.options import Option
+from stepscope.core.parts import PARTS
 from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload
+from stepscope.engine.workload_options import OPTIONS, flags_of
 from stepscope.runs.answer import answer_run
 from tests.conftest import at_length
 
@@ -390,6 +395,33 @@ def test_of_lists_the_step_that_needs_most_is_predicted_with_each_of_them():
     assert [row[0] for row in found.answer.tables[0].rows] == ["64", "128"] and "fits 4090" in repr(found)
     assert not stepscope.fit("tiny", dtype=["fp32", "bf16"], memory="64MiB").fits
     assert stepscope.fit("tiny", memory="150MiB").ways
+
+
+OF_BOTH = [one for one in OPTIONS if one.choices and one.flag in {*flags_of("run")} & {*flags_of("fit")} - {"--model"}]
+BESIDE = {"dtype": "bf16"}, {"compile": "default"}, {"compile": "blocks"}, {"graph": "step", "optimizer": "adamw-fused"}
+
+
+@pytest.mark.parametrize("option", OF_BOTH, ids=lambda option: option.flag)
+def test_every_choice_that_a_run_has_is_predicted_or_refused_in_one_line_that_says_what_is(option: Option):
+    """Of the textbook's model; one that is refused is predicted with the first choice that its line names."""
+    assert {*flags_of("run")} - {*flags_of("fit")} == {"--parallel", "--ranks", "--seed"}
+    sizes = {"layers": 1, "d_model": 64, "heads": 2, "d_ff": 128, "vocabulary": 128, "seq_len": 64}
+
+    def ask(**choices: Any) -> str:
+        kernels = {name: choices.pop(name) for name in [*choices] if name in PARTS} or choices.pop("kernels", None)
+        choices.pop("kernels", None)
+        try:
+            return "" if stepscope.fit("tiny", **sizes, **choices, kernels=kernels).peak_bytes > 0 else "0 B"
+        except InputError as error:
+            return str(error)
+
+    for beside, choice in itertools.product(BESIDE, option.choices):
+        if said := ask(**{**beside, option.name: choice}):
+            remedy = re.search(r": (?:choose|ask for) (?:one of )?(.+)", said)
+            assert remedy and len(said) < 400, said
+            named = dict(re.findall(r"--(\w+) ([\w-]+)", remedy[1].partition(", or ")[0]))
+            first = named or {option.name: remedy[1].partition(",")[0]}
+            assert not ask(**{**beside, option.name: choice, **first}), (said, first)
 
 
 def test_a_stored_run_is_predicted_on_another_card():

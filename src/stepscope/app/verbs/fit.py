@@ -30,8 +30,10 @@ from stepscope.core.units import counted, format_bytes, parse_bytes
 from stepscope.core.workloads import (
     Compile,
     FactoryWorkload,
+    Graph,
     Optimizer,
     Phase,
+    Projections,
     TextbookWorkload,
     WatchedWorkload,
     Workload,
@@ -128,7 +130,9 @@ def fit(
     ranks: int | None = None,
     attention: Attention | Sequence[Attention] | None = None,
     kernels: str | Mapping[str, str] | None = None,
+    projections: Projections | None = None,
     compile: Compile | None = None,
+    graph: Graph | None = None,
     optimizer: "Optimizer | torch.optim.Optimizer | None" = None,
     clip: float | None = None,
     checkpointing: str | Sequence[str] | None = None,
@@ -150,8 +154,8 @@ def fit(
 
     - model, the name of a preset of the textbook's model, as `stepscope models` lists them: tiny, small, medium, large,
       xl and larger ones (left out: small), with batch_size sequences (4) of seq_len tokens (512), an attention, and
-      {options} in place of the preset's own, and kernels as in
-      `stepscope.run`. It is computed by formula, and needs no PyTorch.
+      {options} in place of the preset's own, and kernels, compile and
+      graph as in `stepscope.run`. It is computed by formula, and needs no PyTorch.
     - module, a factory as `--module` names it: "package.module:factory", "file.py:factory", or the config.json of a
       Hugging Face model; arguments are what it is called with, with seq_len and batch_size. It runs in a process of its
       own. The longest sequence is looked for, too, where seq_len is an argument.
@@ -170,7 +174,7 @@ def fit(
     device: a device by its name, as in "H100", or several: how much PyTorch states of it.
     fail_if_larger: the largest peak that is right, in bytes or as in "22GiB".
     parallel, ranks: what one of so many ranks (2) holds of the textbook's step, by strategy, as in ["zero1", "none"].
-    dtype, phase, optimizer, clip, checkpointing, accumulation: as in `stepscope.run`, for any model.
+    dtype, phase, projections, optimizer, clip, checkpointing, accumulation: as in `stepscope.run`, for any model.
 
     Of a list the result is the step that fits least, or has the largest peak; its answer is the table of all.
 
