@@ -196,6 +196,25 @@ class Messages(nn.Module):
         return F.mse_loss(self.outer(x.relu()), graph.y)
 def graph(): return Messages(), Graph(torch.randn(500, 64), torch.randint(500, (2, 2000)), torch.randn(500, 64))
 
+class Several(torch.optim.Optimizer):
+    def __init__(self, *others):
+        self.others = others
+        super().__init__([p for other in others for group in other.param_groups for p in group["params"]], {})
+    def step(self, closure=None):
+        for other in self.others:
+            other.step()
+def several():
+    model = nn.Sequential(nn.Embedding(500, 64, sparse=True), nn.Linear(64, 64))
+    first, second = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.Adam(model[1].parameters())
+    return model, torch.randint(500, (8,)), lambda out: out.square().mean(), Several(first, second)
+def jagged():
+    batch = torch.nested.nested_tensor([torch.randn(length, 64) for length in (5, 9, 3)], layout=torch.jagged)
+    return nn.Linear(64, 64), batch, lambda out: out.values().square().mean()
+def chosen():
+    actions = torch.randint(8, (64,))
+    def loss(out): return -torch.distributions.Categorical(logits=out).log_prob(actions).mean()
+    return nn.Linear(64, 8), torch.randn(64, 64), loss
+
 class Contrast(nn.Module):
     def __init__(self):
         super().__init__()
@@ -359,11 +378,15 @@ def bytes_on_a_cpu(workload: FactoryWorkload) -> dict[str, int]:
         ("contrast", {}, 0),
         ("unregistered", {"own": True}, 0),
         ("unregistered", {"own": False}, 4 * (3 * 64 * 64 + 64 * 96)),
+        ("several", {}, 0),
+        ("jagged", {}, 0),
+        ("chosen", {}, 0),
     ],
 )
 def test_what_a_step_holds_wherever_it_is_kept(file: Path, factory: str, arguments: dict[str, Any], stateless: int):
     """Beside the step itself on a CPU: tensors of a batch of the user's own class; parameters of a loss; parameters in
-    a list and in a closure, of which the optimizer's state is counted where the optimizer is known."""
+    a list and in a closure, of which the optimizer's state is counted where the optimizer is known; states of
+    optimizers inside another, and sparse gradients; a nested batch; a distribution that looks at its probabilities."""
     workload = own(file, factory, arguments=arguments)
     found = fitted(workload, device="cpu").estimate
     memory = found.memory
@@ -374,7 +397,8 @@ def test_what_a_step_holds_wherever_it_is_kept(file: Path, factory: str, argumen
         "optimizer": memory.optimizer_peak,
     }
     assert predicted == pytest.approx(bytes_on_a_cpu(workload), abs=64)  # numbers alone, as the mean in its wider dtype
-    assert found.unseen == Unseen(without_state_bytes=stateless)
+    outside = 4 * (3 * 64 * 64 + 64 * 96) if factory == "unregistered" else 0
+    assert found.unseen == Unseen(without_state_bytes=stateless, outside_bytes=outside)
 
 
 def test_joint_projections_hold_at_their_peak_what_a_cpu_gives_them(file: Path):

@@ -25,7 +25,7 @@ from stepscope.allocations.prediction.estimate import WORKSPACE_BYTES, DeviceTyp
 from stepscope.allocations.prediction.fit import SEQUENCE_STEP, Budget, FakeEstimate, Fit, Unseen, judge, largest
 from stepscope.allocations.prediction.symbolic_tensors import RoundingAllocator
 from stepscope.core.attention_support import predicted_attention
-from stepscope.core.errors import InputError, named_line
+from stepscope.core.errors import InputError, message_of, named_line
 from stepscope.core.evidence import MemoryCategory, PhaseMemory
 from stepscope.core.parts import ATTENTIONS, REFERENCE, Memory
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
@@ -35,7 +35,7 @@ from stepscope.recording import fake_memory
 from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend, made_here
 from stepscope.recording.held_tensors import gradient_buckets, model_tensors, optimizer_tensors
 from stepscope.recording.step import Phase, Recorder, drive
-from stepscope.training.optimizer import updated_by
+from stepscope.training.optimizer import optimizers_within, update_as_on_a_gpu, updated_by
 from stepscope.training.parts.replaced import join_projections
 from stepscope.training.scaled_products import cast_as_on_a_gpu
 from stepscope.training.training_step import AssembledStep, TrainingStep, of_library
@@ -430,7 +430,7 @@ def watch_module(
         as_on_cuda = AsOnCuda("chosen")
         if device_type == "cuda":
             if user_module.optimizer is not None:
-                _update_as_on_a_gpu(user_module.optimizer)
+                update_as_on_a_gpu(user_module.optimizer)
             cast_as_on_a_gpu(step.model)
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
         if user_module.optimizer is not None or workload.optimizer in OF_LIBRARIES:
@@ -486,6 +486,8 @@ def _of_gpus_alone(error: BaseException | None) -> str | None:
     kernels = [name for each in launchers if (name := getattr(getattr(each, "fn", None), "__name__", ""))]
     if kernels:
         return f"the Triton kernel {kernels[-1]}: give it a fake rule, by torch.library.custom_op and register_fake"
+    if isinstance(error, AssertionError) and "shape_env" in message_of(error):  # of `_to_copy` of a nested tensor
+        return "autocast of nested tensors: choose --dtype bf16-pure or fp32"
     return named_line(error, 120) if isinstance(error, NotImplementedError) else None
 
 
@@ -500,18 +502,6 @@ def _hang_on(fake: Any, tensor: Any) -> None:
         fake.register_hook(hook)
     for hook in of_sums.values():
         fake.register_post_accumulate_grad_hook(hook)
-
-
-def _update_as_on_a_gpu(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer of PyTorch's that may choose update all parameters together, as it does on a GPU
-    (`_default_to_fused_or_foreach`); on the CPU, where fake parameters lie, it would take one after another."""
-    if isinstance(optimizer, torch.optim.Adafactor):
-        return  # it takes one after another on a GPU, too
-    for group in optimizer.param_groups:
-        chooses = "foreach" in group and group["foreach"] is None and not group.get("fused")
-        fixed = group.get("differentiable") or (isinstance(group.get("lr"), Tensor) and not group.get("capturable"))
-        if chooses and not fixed:
-            group["foreach"] = True
 
 
 def _without_repeats(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
@@ -534,6 +524,8 @@ def _on_fake_tensors(
     shared = Counter(map(fake_memory.storage_of, tensors))
 
     def faked(tensor: Tensor) -> Tensor:
+        if tensor.is_nested:
+            return _ragged(tensor, faked_once)
         if fake_memory.is_simple(tensor) and shared[fake_memory.storage_of(tensor)] == 1:
             fake: Tensor = fake_memory.like(tensor, mode)
         else:
@@ -566,10 +558,19 @@ def _on_fake_tensors(
                 if tensor is not None:
                     tensors[name] = faked_once(tensor)
     if user_module.optimizer is not None:
-        for group in user_module.optimizer.param_groups:
+        for group in (group for each in optimizers_within(user_module.optimizer) for group in each.param_groups):
             group["params"] = [fakes.get(id(parameter), parameter) for parameter in group["params"]]
     batches = [with_tensors(faked_once, resized(batch, batch_size)) for batch in user_module.batches]
     return dataclasses.replace(user_module, batches=batches)
+
+
+def _ragged(tensor: Tensor, faked_once: Callable[[Tensor], Tensor]) -> Tensor:
+    """A nested tensor of fake values between the same offsets. Raises InputError where it is not jagged."""
+    if tensor.layout != torch.jagged:
+        raise InputError("a nested tensor of the batch is strided, which fake tensors cannot be: make it jagged")
+    get: Any = tensor
+    parts = (faked_once(get.values()), faked_once(get.offsets()), get.lengths(), get._ragged_idx)
+    return torch.nested.nested_tensor_from_jagged(*parts, get._get_min_seqlen(), get._get_max_seqlen())
 
 
 MOST_TIMES = 8
@@ -884,6 +885,7 @@ def _unseen(watched: WatchedModule) -> Unseen:
         recurrent=watch.recurrent,
         grouped_flex=watch.grouped_flex,
         without_state_bytes=watched.without_state_bytes,
+        outside_bytes=sum(parameter.nbytes for parameter in watch.outside),
         compiled=watched.compiled,
         bucket_bytes=watched.bucket_bytes,
         grads_in_buckets=watch.grads_in_buckets,

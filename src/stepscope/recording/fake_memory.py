@@ -11,6 +11,7 @@ accumulators of fused attention's. CuBLAS' workspace is counted once for forward
 import contextlib
 import contextvars
 import functools
+import itertools
 import logging
 import math
 import sys
@@ -29,6 +30,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     in_kernel_invocation_manager,
     unset_fake_temporarily,
@@ -346,7 +348,7 @@ def _adds_up_in_place(gradient: Tensor) -> bool:
     It does so to dense gradients that nothing else holds (torch/csrc/autograd/input_buffer.cpp), but never to fake
     tensors, since they are a subclass. Gradients that Python code keeps for itself are not told apart.
     """
-    if torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0:
+    if torch.is_grad_enabled() or torch._C._current_graph_task_id() < 0 or gradient.layout is not torch.strided:
         return False
     storage = gradient.untyped_storage()
     sole = torch._C._storage_Use_Count(storage._cdata) == _THE_GRADIENT_AND_OURS
@@ -555,9 +557,12 @@ _attributes: dict[torch.device, dict[str, Any]] = {}
 
 
 def _parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors, and in place of one that is made of others (`__tensor_flatten__`) those that it is made of."""
+    """The tensors, and in place of one that is made of others (`__tensor_flatten__`, or sparse) those that it is made
+    of."""
     for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
+        if tensor.layout is torch.sparse_coo:
+            yield from (tensor._indices(), tensor._values())
+        elif is_traceable_wrapper_subclass(tensor):
             yield from _parts(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:
             yield tensor
@@ -565,7 +570,7 @@ def _parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:
     if isinstance(outputs, Tensor):
-        yield outputs
+        yield from _parts([outputs]) if outputs.layout is torch.sparse_coo else (outputs,)
     elif isinstance(outputs, (list, tuple)):
         for output in outputs:
             yield from _tensors(output)
@@ -627,11 +632,21 @@ class FakeMemoryOfOwn(FakeMemory):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         try:
-            outputs = _grouped(*args, **kwargs) if func is _GROUPED else call.worked_out()
+            if func is _GROUPED:
+                outputs = _grouped(*args, **kwargs)
+            elif func is _aten.clone.default and args[0].layout is torch.sparse_coo:
+                outputs = _sparse_clone(args[0])
+            elif func is _aten._coalesce.default:  # of which fake tensors lose the elements
+                raise UnsupportedFakeTensorException(str(func))
+            else:
+                outputs = call.worked_out()
         except (DynamicOutputShapeException, DataDependentOutputException):
             outputs = self._at_most(func, args)
         except UnsupportedOperatorException as error:
             why = "has no fake implementation: register one by torch.library.register_fake"
+            raise self._refused(func, why) from error
+        except UnsupportedFakeTensorException as error:
+            why = "works on sparse tensors, which fake tensors cannot follow: measure it with stepscope run"
             raise self._refused(func, why) from error
         if func._schema.name in _TAKES_OF_OTHERS:
             self._passes(_TAKES_OF_OTHERS[func._schema.name](*args), func)
@@ -662,7 +677,7 @@ class FakeMemoryOfOwn(FakeMemory):
             outputs = call.asked()
         except (DynamicOutputShapeException, DataDependentOutputException):
             return True
-        results = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        results = [*_parts(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))]
         small = all(
             tensor.nbytes <= (LARGEST_REAL_FLOATS if tensor.is_floating_point() else limit) for tensor in results
         )
@@ -676,6 +691,8 @@ class FakeMemoryOfOwn(FakeMemory):
                 return func(tensor)
         if self._phase == OPTIMIZER or not self._phase:
             return super()._number(tensor, func)
+        if tensor.dtype == torch.bool and _distribution_checks():
+            return True
         why = "reads a value that depends on the weights, as .item(), float() and a condition do"
         raise self._refused(func, f"{why}: leave it out of the step, and let a loss stay a tensor")
 
@@ -716,6 +733,12 @@ def _grouped(
     unit = 16 // dtype.itemsize
     width = -(-shape[-1] // unit) * unit
     return rows.new_empty([*shape[:-1], width], dtype=dtype)[..., : shape[-1]]
+
+
+def _sparse_clone(tensor: Tensor) -> Tensor:
+    """A copy of a sparse tensor, as autograd accumulates it: PyTorch's own fake implementation loses its elements."""
+    indices, values = tensor._indices().clone(), tensor._values().clone()
+    return torch.sparse_coo_tensor(indices, values, tensor.shape, check_invariants=False)
 
 
 def _dequantised(rows: Tensor, _: Tensor, shape: Sequence[int], scales: Tensor, block: int, *others: Any) -> int:
@@ -767,6 +790,15 @@ def _whole(indices: list[Tensor | None]) -> Iterator[Tensor | None]:
             yield index
         else:
             yield from (torch.empty(index.numel(), dtype=torch.int64) for _ in range(index.dim()))
+
+
+def _distribution_checks() -> bool:
+    """Whether the value that is read says whether a distribution's parameters are valid: otherwise it would raise."""
+    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return any(file.startswith(_DISTRIBUTIONS) for file in itertools.islice(frames, 12))
+
+
+_DISTRIBUTIONS = str(Path(torch.__file__).parent / "distributions")
 
 
 def users_line() -> str:

@@ -8,6 +8,8 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor
 
+from stepscope.recording.held_tensors import tensors_within
+
 
 class Updating(torch.optim.Optimizer, ABC):
     """An optimizer that says how parameters are updated. No `step` calls another: PyTorch wraps that of each class, and
@@ -89,6 +91,30 @@ def clip_gradients(
 def updated_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters that an optimizer updates: those whose gradients count."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def optimizers_within(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """An optimizer, and those that it holds, as one that steps several does."""
+    found = [optimizer]
+    for each in found:
+        others: list[torch.optim.Optimizer] = []
+        attributes = {name: value for name, value in vars(each).items() if name not in ("state", "param_groups")}
+        for _ in tensors_within(attributes, objects=1, others=others):
+            pass
+        found += [other for other in others if not any(other is one for one in found)]
+    return found
+
+
+def update_as_on_a_gpu(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of PyTorch's that may choose update all parameters together, as it does on a GPU
+    (`_default_to_fused_or_foreach`); on the CPU, where fake parameters lie, it would take one after another."""
+    one_by_one = torch.optim.Adafactor  # on a GPU, too
+    several = [each for each in optimizers_within(optimizer) if not isinstance(each, one_by_one)]
+    for group in (group for each in several for group in each.param_groups):
+        chooses = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        fixed = group.get("differentiable") or (isinstance(group.get("lr"), Tensor) and not group.get("capturable"))
+        if chooses and not fixed:
+            group["foreach"] = True
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -327,6 +327,12 @@ def _doubts(fit: AnyFit) -> Iterator[Line]:
             "since --optimizer updates what the module registers. Return an optimizer of your own to have it counted.",
             "care",
         )
+    elif unseen.outside_bytes:
+        yield Line(
+            f"The step trains {format_bytes(unseen.outside_bytes)} of parameters that its module does not register, as "
+            "those of a plain list: they are counted at the peak, and not among the parameters of the model.",
+            "care",
+        )
     if unseen.grouped_flex:
         yield Line(
             "The step calls FlexAttention with keys that several query heads share, of which one that was measured "

@@ -128,7 +128,8 @@ class Unseen(msgspec.Struct, frozen=True, kw_only=True):
     grouped_flex: int = 0
     """Calls of FlexAttention in three steps whose keys several query heads share."""
     without_state_bytes: int = 0
-    """Bytes of parameters that the step trains and no module registers, so that the optimizer does not have them."""
+    outside_bytes: int = 0
+    """Bytes of parameters that the step trains and no module registers: of those that no optimizer has, and of all."""
     compiled: bool = False
     """Whether a part of the model is under torch.compile: it is predicted as it runs without."""
     bucket_bytes: int = 0

@@ -282,7 +282,8 @@ def understand(returned: Any, name: str) -> UserModule:
         )
     own = UserModule(name=name, module=module, batches=batches_of(batch, name), loss=loss, optimizer=optimizer)
     if optimizer is not None and not {*map(id, updated_by(optimizer))} & {*map(id, own.whole.parameters())}:
-        raise InputError(f"{name}: its optimizer holds none of the module's parameters")
+        remedy = "give it module.parameters(), after the module has all of them, as nn.Parameter"
+        raise InputError(f"{name}: its optimizer holds none of the module's parameters: {remedy}")
     return own
 
 

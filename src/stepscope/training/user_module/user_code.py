@@ -214,6 +214,8 @@ def resized(batch: Any, batch_size: int | None) -> Any:
     made: dict[int, Tensor] = {}
 
     def resize(leaf: Tensor) -> Tensor:
+        if leaf.is_nested:
+            raise InputError("a batch of nested tensors has no other size: leave out --batch-size and --accumulation")
         if not leaf.dim():
             return leaf
         sizes.append(leaf.shape[0])
@@ -242,6 +244,9 @@ def split(batch: Any, parts: int, name: str) -> list[Any]:
             f"the batch of {name} has {size} samples, which cannot be split into {parts} equal micro-batches: "
             f"choose accumulation {near or 1}"
         )
+
+    if any(tensor.is_nested for _, tensor in tensors):
+        raise InputError(f"the batch of {name} has nested tensors, which are not split: leave out --accumulation")
 
     def part(tensor: Tensor, index: int) -> Tensor:
         if tensor.dim() and tensor.shape[0] == size:
@@ -342,7 +347,7 @@ def describe_module(
     return UserModel(
         name=type(module.module if isinstance(module, WithItsLoss) else module).__name__,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
-        inputs={name: Input(tuple(t.shape), _dtype(t)) for name, t in tensors},
+        inputs={name: Input(_shape(t), _dtype(t)) for name, t in tensors},
         structure=structure_digest(module),
         source=source_digest(module, files),
     )
@@ -377,6 +382,14 @@ def _file_of(cls: type) -> Path | None:
     file = Path(written).resolve()
     ours = Path(__file__).resolve().parents[2]
     return None if any(file.is_relative_to(place) for place in (*_LIBRARIES, ours)) else file
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    """The sizes of a tensor; of a jagged one with the longest of its lengths."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    values: Any = tensor
+    return (values.shape[0], values._get_max_seqlen(), *values.values().shape[1:])
 
 
 def _dtype(tensor: Tensor) -> str:
