@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import pickle
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -352,6 +353,11 @@ def test_restore_takes_back_all_that_was_replaced_and_a_refusal_leaves_nothing(t
     whole = replace_parts(model, norm="fused", loss="fused", attention="reference", projections="joint")
     assert {one.part for one in whole.replaced} == {"norm", "loss", "attention", "projections"}
     assert model.config._attn_implementation == "stepscope-reference"
+    batch = own_llama(tmp_path).user_module.batches[0]
+    base = pickle.loads(pickle.dumps(model.model))
+    assert type(base) is type(model.model) and torch.equal(
+        base(batch["input_ids"])[0], model.model(batch["input_ids"])[0]
+    )
     for _ in range(2):
         whole.restore()
         assert [(type(module), [*vars(module)]) for module in model.modules()] == before

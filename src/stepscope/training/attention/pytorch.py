@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stepscope.core.errors import InputError
 from stepscope.core.parts import ATTENTIONS, PartFound
 from stepscope.kernels.operators import as_autocast
-from stepscope.training.attention import AttentionFunction
+from stepscope.training.attention import AttentionFunction, implementation
 from stepscope.training.attention.written_out import for_all_heads, fully_masked_queries, hidden_scores, with_zeros
 
 
@@ -174,7 +174,7 @@ def swap_attention(model: nn.Module, name: str, function: AttentionFunction) -> 
     for config, own in zip(configs, named, strict=True):
         config._attn_implementation = _registered(own, name)
     for part in parts:
-        part.__class__ = _noting_calls(type(part))
+        part.__class__ = _noting_calls(type(part), name)
 
     def undo() -> None:
         for config, own in zip(configs, named, strict=True):
@@ -186,8 +186,8 @@ def swap_attention(model: nn.Module, name: str, function: AttentionFunction) -> 
 
 
 @functools.cache
-def _noting_calls(original: type[nn.Module]) -> type[nn.Module]:
-    """The class of a model whose forward notes whether its call is plain."""
+def _noting_calls(original: type[nn.Module], name: str) -> type[nn.Module]:
+    """The class of a model whose forward notes whether its call is plain. It can be copied and pickled."""
 
     @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -201,10 +201,19 @@ def _noting_calls(original: type[nn.Module]) -> type[nn.Module]:
         finally:
             _CALL.plain, _CALL.weights = before
 
-    names = ("__module__", "__qualname__", "__doc__")
-    return type(
-        original.__name__, (original,), {"forward": forward, **{each: getattr(original, each) for each in names}}
-    )
+    def reduce(self: nn.Module, _protocol: object) -> tuple[Any, ...]:
+        return _instance_of, (original, name), self.__dict__
+
+    kept = {each: getattr(original, each) for each in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (original,), {"forward": forward, "__reduce_ex__": reduce, **kept})
+
+
+def _instance_of(original: type[nn.Module], name: str) -> nn.Module:
+    """A model without its state, as pickle makes it, perhaps in another process."""
+    for own in _OWN:
+        _register(own, name, implementation(name))
+    kind = _noting_calls(original, name)
+    return kind.__new__(kind)
 
 
 def _registered(own: str, name: str) -> str:
