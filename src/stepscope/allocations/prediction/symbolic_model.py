@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from stepscope.allocations.prediction.symbolic_tensors import (
     KEPT_OPERATORS,
+    Backward,
     Node,
     Offloaded,
     Parameter,
@@ -177,8 +178,7 @@ class SymbolicModel:
             if self.sizes.scaled
             else None
         )
-        self.joint = workload.projections == "joint"
-        config = workload.model
+        config, self.joint = workload.model, workload.projections == "joint"
         self.d_model, self.d_ff = config.d_model, config.d_ff
         self.tokens = workload.micro_batch_size * workload.seq_len
         self.rows = self.tokens * config.heads
@@ -775,7 +775,7 @@ class FusedSymbolicModel(SymbolicModel):
         if "mlp" not in self._fused_parts:
             return super()._silu_product(tape, gate, up)
         both = 2 * up.elements * up.itemsize
-        in_one = (lambda tape, _: (tape.storage(both),) * 2) if self.joint else None  # as halves of one tensor's rows
+        in_one: Backward | None = (lambda tape, _: (tape.storage(both),) * 2) if self.joint else None  # halves of rows
         return tape.op("SiluProduct", up.elements, up.itemsize, [gate, up], saves=[gate, up], backward=in_one)
 
     # ---- loss
