@@ -64,6 +64,12 @@ def test_a_window_counts_the_pairs_that_are_seen():
     assert without.flops_per_token(6)[1] == 4 * d * 18 // 6
 
 
+def test_a_tied_head_multiplies_as_one_of_its_own_does():
+    """Counters of others leave it out (docs/traps.md)."""
+    tied, apart = (workload(model=configure("tiny", tied=shared)) for shared in (True, False))
+    assert step_flops(tied) == step_flops(apart)
+
+
 @pytest.mark.parametrize("phase", ["forward", "forward-backward"])
 def test_flops_are_those_that_pytorch_counts(phase: str):
     """The counter sees the full square of causal attention, so the full convention must agree to the last FLOP."""
