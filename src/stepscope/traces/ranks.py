@@ -2,14 +2,11 @@
 
 import contextlib
 import gzip
-import multiprocessing
 import os
 import re
 import signal
 import zlib
 from collections.abc import Callable, Generator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -28,10 +25,11 @@ from stepscope.core.run_directory import CAPTURE_FILES, RANK_FOLDER, RUN_FILE
 from stepscope.core.units import counted
 from stepscope.traces.captures.attribution import Attribution, gather, range_kind
 from stepscope.traces.captures.checks import DOUBTS, check_trace
-from stepscope.traces.captures.digest import find_capture, load_capture
+from stepscope.traces.captures.digest import find_capture, load_capture, read_trace
 from stepscope.traces.captures.occupation import covered_ns
 from stepscope.traces.captures.summary import TraceSummary, layers_together
 from stepscope.traces.nesting import open_rows, union
+from stepscope.traces.readers.kineto import rank_in_head
 from stepscope.traces.table import TraceTable
 
 # One rank of a job: its times in short, and its collectives. The capture itself is let go, so that many fit.
@@ -281,7 +279,12 @@ def match_collectives(ranks: tuple[Rank, ...]) -> Matched:
     numbers = rows.select(key).unique(maintain_order=True).with_row_index("collective")
     rows = rows.join(numbers, on=key, how="left", maintain_order="left", nulls_equal=True)
     rows = rows.with_columns(pl.col("collective").cast(pl.Int64))
-    clocks = tuple(_clock(rank.number, rows, ranks[0].number) for rank in ranks)
+    ends = rows.filter(pl.col("kind").is_in(_TOGETHER)).select("rank", "collective", "end_ns")
+    by_rank, nothing = ends.partition_by("rank", as_dict=True), ends.clear()
+    of_first = by_rank.get((ranks[0].number,), nothing).rename({"end_ns": "first_ns"})
+    clocks = tuple(
+        _clock(rank.number, by_rank.get((rank.number,), nothing), of_first, ranks[0].number) for rank in ranks
+    )
     offsets = {clock.rank: clock.offset_ns for clock in clocks}
     moved = pl.col("rank").replace_strict(offsets, return_dtype=pl.Int64)
     rows = rows.with_columns(pl.col("start_ns") - moved, pl.col("end_ns") - moved)
@@ -301,11 +304,8 @@ def match_collectives(ranks: tuple[Rank, ...]) -> Matched:
     )
 
 
-def _clock(rank: int, rows: pl.DataFrame, first: int) -> Clock:
+def _clock(rank: int, ends: pl.DataFrame, of_first: pl.DataFrame, first: int) -> Clock:
     """The clock of a rank by the ends of the collectives that it shares with the first one."""
-    comparable = rows.filter(pl.col("kind").is_in(_TOGETHER))
-    ends = comparable.filter(pl.col("rank") == rank).select("collective", "end_ns")
-    of_first = comparable.filter(pl.col("rank") == first).select("collective", pl.col("end_ns").alias("first_ns"))
     apart = ends.join(of_first, on="collective").select(pl.col("end_ns") - pl.col("first_ns")).to_series()
     if rank == first or apart.is_empty():
         return Clock(rank=rank, offset_ns=0, measured_ns=None, residual_ns=None, compared=0)
@@ -363,8 +363,9 @@ class Job:
         """
         parts: list[pl.DataFrame] = []
         offsets = {clock.rank: clock.offset_ns for clock in self.matched.clocks}
-        for rank in self.ranks:
-            mine = self.matched.arrivals.filter(pl.col("rank") == rank.number)
+        by_rank = self.matched.arrivals.partition_by("rank", as_dict=True)
+        for rank in (rank for rank in self.ranks if (rank.number,) in by_rank):
+            mine = by_rank[rank.number,]
             for device in mine["device"].unique().to_list():
                 here = mine.filter(pl.col("device") == device)
                 computing = rank.computing.filter(pl.col("device") == device)
@@ -387,26 +388,38 @@ class Job:
 
     def waiting_ns(self, rank: int) -> int:
         """The time that a rank waited for others at its collectives."""
-        return int(self.waits.filter(pl.col("rank") == rank)["waiting_ns"].sum())
+        return self._waited.get(rank, (0, 0))[0]
 
     def stalled_ns(self, rank: int) -> int:
         """The time that a rank waited for others while it computed nothing."""
-        return int(self.waits.filter(pl.col("rank") == rank)["stalled_ns"].sum())
+        return self._waited.get(rank, (0, 0))[1]
+
+    @cached_property
+    def _waited(self) -> dict[int, tuple[int, int]]:
+        """The times of `waiting_ns` and `stalled_ns`, for all ranks at once: one by one they grew as their square."""
+        sums = self.waits.group_by("rank").agg(pl.col("waiting_ns", "stalled_ns").sum())
+        return {rank: (waiting, stalled) for rank, waiting, stalled in sums.iter_rows()}
 
     def waited_for_ns(self, rank: int) -> int:
         """The time that all others together waited for this rank."""
-        return int(self.waits.filter(pl.col("late") == rank)["waiting_ns"].sum())
+        return self._late.get(rank, 0)
+
+    @cached_property
+    def _late(self) -> dict[int, int]:
+        return dict(self.waits.group_by("late").agg(pl.col("waiting_ns").sum()).iter_rows())
 
     def in_a_step(self, rank: int) -> tuple[float, float]:
         """The time that a rank waits, and is stalled, in the median step.
 
         The ranks' captures begin at different moments, which the first step shows as waiting: a mean would hold it.
         """
-        steps = (
-            self.meetings.filter(pl.col("rank") == rank).group_by("step").agg(pl.col("waiting_ns", "stalled_ns").sum())
-        )
-        medians = steps.select(pl.col("waiting_ns", "stalled_ns").median()).row(0)
-        return medians[0] or 0.0, medians[1] or 0.0
+        return self._in_a_step.get(rank, (0.0, 0.0))
+
+    @cached_property
+    def _in_a_step(self) -> dict[int, tuple[float, float]]:
+        times = pl.col("waiting_ns", "stalled_ns")
+        medians = self.meetings.group_by("rank", "step").agg(times.sum()).group_by("rank").agg(times.median())
+        return {rank: (waiting or 0.0, stalled or 0.0) for rank, waiting, stalled in medians.iter_rows()}
 
     @cached_property
     def lateness(self) -> pl.DataFrame:
@@ -420,8 +433,11 @@ class Job:
 
     def last_arrivals(self, rank: int) -> int:
         """The number of collectives at which this rank arrived last."""
-        chosen = self.matched.arrivals.filter((pl.col("late") == rank) & (pl.col("rank") == rank))
-        return chosen.height
+        return self._last_arrivals.get(rank, 0)
+
+    @cached_property
+    def _last_arrivals(self) -> dict[int, int]:
+        return dict(self.matched.arrivals.filter(pl.col("late") == pl.col("rank")).group_by("rank").len().iter_rows())
 
     @cached_property
     def collectives(self) -> pl.DataFrame:
@@ -497,7 +513,8 @@ class Job:
             ]
         )
         wide = every.pivot(on="rank", index=["what", "phase", "place"], values="duration_ns", aggregate_function="sum")
-        missing = [str(rank.number) for rank in self.ranks if str(rank.number) not in wide.columns]
+        there = set(wide.columns)
+        missing = [str(rank.number) for rank in self.ranks if str(rank.number) not in there]
         return wide.with_columns(pl.lit(0).alias(name) for name in missing).with_columns(
             pl.col(str(rank.number)).fill_null(0) for rank in self.ranks
         )
@@ -625,9 +642,23 @@ def read_rank(path: Path, place: int, *, say: Callable[[str], None]) -> Rank:
     The rank is the one that the capture says, or the number after "rank" in its name, or else its place in the list.
     """
     summary = load_capture(path, say=say)
-    recorded, named = summary.attribution.table.rank, _RANK.search(path.name)
-    number = recorded if recorded is not None else int(named[1]) if named else place
-    return rank_of(summary, number, str(path))
+    recorded = summary.attribution.table.rank
+    return rank_of(summary, recorded if recorded is not None else likely_rank(path, place), str(path))
+
+
+def likely_rank(path: Path, place: int) -> int:
+    """The rank of a capture that says none."""
+    named = _RANK.search(path.name)
+    return int(named[1]) if named else place
+
+
+def is_of_rank(path: Path, rank: int) -> bool:
+    """Whether a capture that is likely of a rank says no other, by its first lines where they tell."""
+    told = None
+    with contextlib.suppress(InputError, OSError):
+        told = rank_in_head(find_capture(path))
+    recorded = read_trace(path).rank if told is None else told
+    return recorded is None or recorded == rank
 
 
 def reply_of(path: Path, place: int) -> Reply:
@@ -672,6 +703,10 @@ def read_ranks(captures: list[Path]) -> Generator[Reply]:
     if processes == 1 or sum(needs) < _FEW_BYTES:
         yield from map(reply_of, captures, range(len(captures)))
         return
+    import multiprocessing  # noqa: PLC0415  (one capture needs no process)
+    from concurrent.futures import ProcessPoolExecutor, as_completed  # noqa: PLC0415
+    from concurrent.futures.process import BrokenProcessPool  # noqa: PLC0415
+
     context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
     with ProcessPoolExecutor(processes, context, _begin_to_read, (max(1, cores // processes),)) as pool:
         try:
@@ -698,6 +733,8 @@ def _begin_to_read(threads: int) -> None:
     """Leave Ctrl-C, which is blocked here, to the process that asked, and end with it, however it ends."""
     os.environ["POLARS_MAX_THREADS"] = str(threads)
     os.setsid()
+    import multiprocessing  # noqa: PLC0415
+
     parent = multiprocessing.parent_process()
     assert parent is not None
     os.dup2(parent.sentinel, 0)  # closes when the parent dies

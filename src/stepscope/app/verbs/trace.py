@@ -439,7 +439,15 @@ def _compare_jobs(before: Path, captures: list[Path], shown: Presentation) -> in
 
 
 def _capture_of_rank(captures: list[Path], rank: int) -> Path:
-    """The capture of one rank of a job. Raises InputError where none is of it."""
+    """The capture of one rank of a job. Raises InputError where none is of it.
+
+    The one that is by its name or place is read first; where it says that it is another's, all are.
+    """
+    from stepscope.traces.ranks import is_of_rank, likely_rank
+
+    likely = [path for place, path in enumerate(captures) if likely_rank(path, place) == rank]
+    if len(likely) == 1 and is_of_rank(likely[0], rank):
+        return likely[0]
     job, _ = _job_of(captures)
     source = next((one.source for one in job.ranks if one.number == rank), None)
     if source is None:

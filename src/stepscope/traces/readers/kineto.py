@@ -267,6 +267,16 @@ def read_kineto(path: Path) -> table.TraceTable:
     return reader.table()
 
 
+def rank_in_head(path: Path) -> int | None:
+    """The rank that a trace says before its events; None where it says none there. Raises InputError where the file is
+    no trace."""
+    reader = _Reader(path)
+    head = next(read_events(path, decode_block))
+    if isinstance(head, dict):
+        reader.fields = head
+    return reader.rank()[0]
+
+
 class _Numbers(dict[object, int]):
     """A number for each text, in the order of their first use."""
 
@@ -527,7 +537,7 @@ class _Reader:
         frame = partial(self._frame, texts)
         listed = self.fields.get("deviceProperties")
         devices = cast("list[Any]", listed) if isinstance(listed, list) else []
-        rank, ranks = self._rank()
+        rank, ranks = self.rank()
         read = table.TraceTable(
             profiler="Kineto",
             work=frame("work", pl.Schema({**table.WORK_SCHEMA, **table.DETAIL_SCHEMA})),
@@ -567,7 +577,7 @@ class _Reader:
             .select(present)
         )
 
-    def _rank(self) -> tuple[int | None, int | None]:
+    def rank(self) -> tuple[int | None, int | None]:
         """The rank of the process and the number of ranks, as PyTorch writes them where torch.distributed is in use."""
         written = self.fields.get("distributedInfo")
         job = cast("dict[str, Any]", written) if isinstance(written, dict) else {}
