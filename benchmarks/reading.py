@@ -3,9 +3,10 @@
     python benchmarks/reading.py [--only KIND...] [--repeats 5] [--size 199MB] [--json FILE]
     python benchmarks/reading.py --show FILE...
 
-Each runs as a fresh process of one thread on a file in the page cache, in turn with its peer; the least processor time
-of each counts, since what others do on the machine only adds to it. Peers with environments of their own run where
-`benchmarks/trace.py --peers` has made them; the others are named with the reason.
+Each runs as a fresh process of one thread on a file in the page cache, in turn with its peers; the least processor time
+of each counts, since what others do on the machine only adds to it. A peer that takes long runs once. Modules are
+compiled, as in an installed package. Peers with environments of their own run where `benchmarks/trace.py --peers` has
+made them; the others are named with the reason.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -22,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from contestants import CONTESTANTS, Peers
+from contestants import CONTESTANTS, Contestant, Peers
 from kineto_tiles import tile_kineto
 from nsys_tiles import tile_nsys
 from page import run_with_trace
@@ -51,6 +53,8 @@ class Race(msgspec.Struct, frozen=True, kw_only=True):
     peer: tuple[str, ...]
     python: str = sys.executable
     """The peer's interpreter."""
+    version: str = f"Python {sys.version.partition(' ')[0]}"
+    """The peer's version."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +66,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     peer_s: float
     ratio: float
     peak_mib: float
+    peer_version: str = ""
+    peer_repeats: int = 0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +77,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment
     repeats: int
     rows: tuple[Row, ...]
+    left_out: tuple[str, ...] = ()
+    """Peers that did not take part, each with the reason."""
 
 
 def nsys_races(folder: Path, capture: Path, size_bytes: int) -> list[Race]:
@@ -91,20 +99,27 @@ def nsys_races(folder: Path, capture: Path, size_bytes: int) -> list[Race]:
     ]
 
 
+def kineto_peers() -> list[Contestant]:
+    """Who reads Kineto traces beside us."""
+    return [one for one in CONTESTANTS if one.reads == "kineto" and one.runner]
+
+
 def kineto_races(folder: Path, peers: Peers) -> list[Race]:
     """Tiled traces, a large one without shapes and a small one; each beside every peer that is installed."""
     races: list[Race] = []
+    there = [peer for peer in kineto_peers() if not peers.missing(peer)]
     for kind, size in KINETO_BYTES.items():
-        file = folder / f"{size}.json"
+        file = folder / str(size) / "trace.json"  # alone in its folder: HTA reads all that a folder holds
+        file.parent.mkdir()
         made = tile_kineto(KINETO, file, size, drop_arguments=kind == "lean")
         name = f"Kineto {made.bytes / 1e6:.0f} MB, {made.events:,} events"
-        for peer in (one for one in CONTESTANTS if one.reads == "kineto" and one.runner):
-            if reason := peers.missing(peer):
-                sys.stderr.write(f"{peer.name}: skipped, {reason}\n")
-                continue
+        ours = ("-m", "stepscope", "trace", str(file), "--json")
+        for peer in there:
             python, *rest = peers.command(peer, file)
-            ours = ("-m", "stepscope", "trace", str(file), "--json")
-            races.append(Race(name=name, ours=ours, peer_name=peer.name, peer=tuple(rest), python=python))
+            version = peers.version(peer)
+            races.append(
+                Race(name=name, ours=ours, peer_name=peer.name, peer=tuple(rest), python=python, version=version)
+            )
     return races
 
 
@@ -143,6 +158,7 @@ def sample_of(command: tuple[str, ...], python: str = sys.executable) -> Sample:
         errors = Path(name, "errors")
         wrapper = [sys.executable, "-I", "-S", str(HERE / "timed_process.py"), "", str(Path(name, "printed"))]
         one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        one_thread.pop("PYTHONDONTWRITEBYTECODE", None)
         done = subprocess.run(
             [*wrapper, str(errors), python, *command], capture_output=True, check=True, env=one_thread
         )
@@ -152,19 +168,34 @@ def sample_of(command: tuple[str, ...], python: str = sys.executable) -> Sample:
     return msgspec.convert(told["sample"], type=Sample)
 
 
-def row_of(race: Race, repeats: int) -> Row:
-    """Both in turn."""
-    sys.stderr.write(f"{race.name}\n")
-    pairs = [(sample_of(race.ours), sample_of(race.peer, race.python)) for _ in range(repeats)]
-    ours, peer = (min(pair[i].cpu_s for pair in pairs) for i in range(2))
-    return Row(
-        name=race.name,
-        ours_s=ours,
-        peer=race.peer_name,
-        peer_s=peer,
-        ratio=ours / peer,
-        peak_mib=min(one.peak_bytes for one, _ in pairs) / 2**20,
-    )
+_LONG_S = 10
+"""A peer that takes more runs once."""
+
+
+def rows_of(races: list[Race], repeats: int) -> list[Row]:
+    """One command of ours in turn with each of its peers."""
+    first, peers = races[0], [list[float]() for _ in races]
+    sys.stderr.write(f"{first.name}\n")
+    ours: list[Sample] = []
+    for _ in range(repeats):
+        ours.append(sample_of(first.ours))
+        for race, taken in zip(races, peers, strict=True):
+            if not taken or taken[0] < _LONG_S:
+                taken.append(sample_of(race.peer, race.python).cpu_s)
+    least = min(sample.cpu_s for sample in ours)
+    return [
+        Row(
+            name=race.name,
+            ours_s=least,
+            peer=race.peer_name,
+            peer_s=min(taken),
+            ratio=least / min(taken),
+            peak_mib=min(sample.peak_bytes for sample in ours) / 2**20,
+            peer_version=race.version,
+            peer_repeats=len(taken),
+        )
+        for race, taken in zip(races, peers, strict=True)
+    ]
 
 
 def measure_all(arguments: argparse.Namespace) -> Report:
@@ -179,12 +210,16 @@ def measure_all(arguments: argparse.Namespace) -> Report:
             "run": lambda: run_races(folder),
         }
         races = [race for kind in arguments.only or kinds for race in kinds[kind]()]
-        rows = tuple(row_of(race, arguments.repeats) for race in races)
+        together = [list(group) for _, group in groupby(races, key=lambda race: race.ours)]
+        rows = tuple(row for group in together for row in rows_of(group, arguments.repeats))
+        peers = kineto_peers() if "kineto" in (arguments.only or kinds) else []
+        missing = {peer.name: Peers(arguments.peers).missing(peer) for peer in peers}
     return Report(
         date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         environment=read_environment(torch.device("cpu")),
         repeats=arguments.repeats,
         rows=rows,
+        left_out=tuple(f"{name}: {reason}" for name, reason in missing.items() if reason),
     )
 
 
@@ -197,7 +232,7 @@ def cells(report: Report) -> list[tuple[str, ...]]:
         (
             row.name,
             f"{row.ours_s:.2f} s",
-            row.peer,
+            f"{row.peer} {row.peer_version.removeprefix('Python ')}".strip(),
             f"{row.peer_s:.2f} s",
             f"{row.ratio:.2f}",
             f"{row.peak_mib:.0f} MiB",
@@ -214,13 +249,15 @@ def render(report: Report, console: Console) -> None:
     for row in cells(report):
         table.add_row(*row)
     console.print(table)
+    for line in report.left_out:
+        console.print(line)
 
 
 def render_markdown(report: Report) -> str:
     """The report as Markdown."""
     head = f"{report.environment.described}; {report.date}; least of {report.repeats}, CPU seconds"
     rows = (HEADS, ("---",) * len(HEADS), *cells(report))
-    return "\n".join([head, "", *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+    return "\n".join([head, "", *("| " + " | ".join(row) + " |" for row in rows), *report.left_out]) + "\n"
 
 
 def parse_arguments() -> argparse.Namespace:
