@@ -99,6 +99,8 @@ def quickly_compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 _MODULES_SET_ASIDE = 0
 """How many modules were loaded when the collector last set aside what there was."""
 _MANY_MODULES = 50
+_MANY_OBJECTS = 200_000
+"""More than a file of tests makes and keeps: what was set aside has been taken back."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -130,6 +132,13 @@ def pytest_runtest_teardown() -> Iterator[None]:
 def pytest_runtest_logfinish() -> None:
     # A test may be the first to load a large library, as torch's compiler is.
     if len(sys.modules) >= _MODULES_SET_ASIDE + _MANY_MODULES:
+        _set_aside()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_set_aside_stays_so() -> None:
+    """With gc.unfreeze() a test makes every later collection of its process take thirty times as long."""
+    if len(gc.get_objects(generation=2)) > _MANY_OBJECTS:
         _set_aside()
 
 
