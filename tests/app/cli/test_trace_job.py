@@ -16,6 +16,7 @@ def test_a_folder_files_and_a_rank(tmp_path: Path):
     assert document == json.loads(files.stdout)
     assert {row["rank"]: row["waiting_ns"] for row in document["ranks"]} == {0: 20_000_000, 1: 0}
     assert document["collectives"][0]["kind"] == "all-reduce"
+    paths[0].write_text("")  # a rank that is not asked for is not read
     one = stepscope("trace", tmp_path / "job", "--rank", "1")
     assert one.returncode == 0 and "rank 1 of 2" in one.stdout.splitlines()[0]
     alone = stepscope("trace", paths[1])
