@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,30 @@ def test_a_mean_keeps_the_storage_that_pytorch_keeps(loss: str):
         _kept = getattr(F, loss)(x, y)
     alive = [*itertools.accumulate(sizes(watch)[2:])]
     assert (alive[-1], max(alive)) == (left, pytest.approx(peak, abs=16))
+
+
+TRANSPOSED: dict[str, Callable[..., torch.Tensor]] = {
+    "softmax": lambda x, _y, _words: torch.softmax(x.t(), -1),
+    "log_softmax": lambda x, _y, _words: torch.log_softmax(x.t(), -1),
+    "softmax backward": lambda x, y, _words: torch.ops.aten._softmax_backward_data(y.t(), x, -1, torch.float32),
+    "log_softmax backward": lambda _x, y, _words: torch.ops.aten._log_softmax_backward_data(
+        y.t(), y.t(), -1, torch.float32
+    ),
+    "layer_norm": lambda x, _y, _words: F.layer_norm(x.t(), (64,)),
+    "embedding backward": lambda _x, y, words: torch.ops.aten.embedding_dense_backward(y.t(), words, 7, -1, False),
+    "nll_loss": lambda x, _y, words: F.nll_loss(x.view(4, 16, 24).transpose(1, 2), words.view(4, 16)),
+    "cross_entropy": lambda x, _y, words: F.cross_entropy(x.view(4, 16, 24).transpose(1, 2), words.view(4, 16)),
+}
+
+
+@pytest.mark.parametrize("call", TRANSPOSED)
+def test_a_kernel_copies_what_is_not_contiguous(call: str):
+    run, tensors = TRANSPOSED[call], [torch.rand(64, 24), torch.rand(24, 64), torch.arange(64) % 7]
+    _, peak = allocated_bytes(lambda: run(*tensors))
+    with FakeTensorMode() as mode, FakeMemory() as watch:
+        watch.hold(held := [*map(mode.from_tensor, tensors)])
+        run(*held)
+    assert max(itertools.accumulate(sizes(watch)[3:])) == pytest.approx(peak, abs=16)
 
 
 def test_autocast_is_cudas():

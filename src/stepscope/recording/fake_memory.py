@@ -51,7 +51,18 @@ _UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _READS_A_NUMBER = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 
+
+def _copied(*places: int) -> Callable[[tuple[Any, ...]], int]:
+    """Bytes of the arguments at these places that are not contiguous, of which a kernel makes a copy that is."""
+    return lambda args: sum(args[i].nbytes for i in places if not args[i].is_contiguous())
+
+
 _TAKES: dict[Any, Callable[[tuple[Any, ...]], int]] = {
+    # aten/src/ATen/native/SoftMax.cpp, layer_norm.cpp, Embedding.cpp, LossNLL2d.cpp and those in cuda/
+    **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default), _copied(0)),
+    **dict.fromkeys((_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default), _copied(0, 1)),
+    **dict.fromkeys((_aten.native_layer_norm.default, _aten._fused_rms_norm.default), _copied(0)),
+    **dict.fromkeys((_aten.embedding_dense_backward.default, _aten.nll_loss2d_forward.default), _copied(0)),
     _aten._safe_softmax.default: lambda args: args[0].numel(),  # which rows are masked whole
     _aten._ctc_loss_backward.default: lambda args: args[6].nbytes,  # log beta, beside the log alpha that forward kept
     _aten._ctc_loss_backward.Tensor: lambda args: args[6].nbytes,
@@ -235,8 +246,8 @@ class FakeMemory(TorchDispatchMode):
                 else:
                     self._end_recomputation()
         thread = "backward" if self._phase == BACKWARD else "main"
-        if takes or func in _TAKES:
-            self._passes(takes or _TAKES[func](args), func)
+        if takes := takes or (_TAKES[func](args) if func in _TAKES else 0):
+            self._passes(takes, func)
         if self._workspace_bytes and func in _SUMS:
             self._sum(func, args)
         if func in _CONVOLUTIONS:
