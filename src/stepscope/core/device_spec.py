@@ -197,7 +197,12 @@ _FEW_BITS = {
     "NVIDIA GB300": (5000, 15000), "NVIDIA B300 SXM6 AC": (4500, 13125), "NVIDIA GB200": (5000, 10000),
     "NVIDIA B200": (4500, 9000), "AMD Instinct MI355X": (10066.3, 10066.3), "AMD Instinct MI350X": (9227.5, 9227.5),
 }  # fmt: skip
-"""Dense TFLOP/s of fp6 and of fp4 in blocks with scales, of the same datasheets, where they name both."""
+"""Dense TFLOP/s of fp6 and of fp4 in blocks with scales, where the makers name both, as third-party pages repeat them.
+
+NVIDIA's fp6 is as fast as fp8. Its fp4, in PFLOP/s: 1,080 of 72 GB300 (verda.com/blog/gb300-nvl72-architecture), 13.125
+of a B300 (glennklockwood.com/garden/processors/B300), 10 of a GB200 and 9 of a B200 (the same site, B200). AMD's are
+256 compute units x 16,384 a clock x 2.4 or 2.2 GHz, half of the sparse 20 PFLOP/s of an MI355X and 148 of eight MI350X
+(www.svethardware.cz, article 61870)."""
 
 REPORTED_MIB: dict[str, int] = {}
 """What nvidia-smi reports as the memory of a device, by its name."""
