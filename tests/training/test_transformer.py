@@ -244,8 +244,8 @@ def test_a_window_is_refused_where_nothing_computes_it():
         build_model(mini(attention="sdpa-flash", window=3), "cpu")
     with pytest.raises(InputError, match="parallel context-textbook computes attention without a window"):
         mini(attention="sdpa", window=3, seq_len=16, parallel="context-textbook", ranks=2)
-    with pytest.raises(InputError, match="memory of a step with attention reference and a window is not predicted"):
-        predicted_attention(mini(attention="reference", window=3), "cuda")
+    with pytest.raises(InputError, match="memory of a step with attention sdpa and a window is not predicted"):
+        predicted_attention(mini(attention="sdpa", window=3), "cuda")
     assert predicted_attention(mini(attention="auto", window=3), "cuda") == "flash"
 
 

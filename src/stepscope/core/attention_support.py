@@ -141,10 +141,11 @@ def unpredicted(workload: TextbookWorkload) -> str | None:
 
 def _predicted(workload: TextbookWorkload) -> list[parts.Attention]:
     steps = ("always", "eager") if as_eager(workload) else ("always",)
-    # With a window all but the kernels in Triton make a mask, or tensors from which it is made.
-    plain = workload.model.window is None
+    # With a window the kernels in Triton make no mask; those written out make one, as long as no compiler does. Others
+    # run another kernel.
+    plain, eager = workload.model.window is None, as_eager(workload)
     return [
         name
         for name, record in parts.ATTENTIONS.items()
-        if record.predicted in steps and (plain or record.compiler == "triton")
+        if record.predicted in steps and (plain or record.compiler == "triton" or (eager and record.memory == "scores"))
     ]

@@ -174,13 +174,15 @@ def attention_backend(workload: TextbookWorkload, query: Tensor) -> AttentionBac
 def make_fake_step(workload: TextbookWorkload) -> TrainingStep:
     """The eager step, to be made under FakeTensorMode and FakeMemory. Raises InputError for what no GPU runs."""
     attention = predicted_attention(workload, "cuda")
+    written_out = ATTENTIONS[attention].memory == "scores"
     # The CPU refuses some choices that do not change the tensors: TF32 is fp32 in memory, and the backend is decided
     # above. A module of fake tensors cannot be converted to bf16, but it can be made so.
     stand_in = msgspec.structs.replace(
         workload,
-        model=msgspec.structs.replace(workload.model, window=None),  # of which the kernel makes no tensors
+        # Of a window a kernel makes no tensors.
+        model=workload.model if written_out else msgspec.structs.replace(workload.model, window=None),
         dtype="fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype,
-        attention=attention if ATTENTIONS[attention].memory == "scores" else "sdpa",
+        attention=attention if written_out else "sdpa",
         compile="eager",
     )
     before = torch.get_default_dtype()

@@ -188,6 +188,20 @@ def test_wherever_the_peak_lies(attention: str, changes: dict[str, int]):
         assert_alike(three(attention=attention, phase="forward", dtype="fp16", **changes))
 
 
+def test_a_windows_mask_and_the_distances_it_is_made_from():
+    """With one head of one sequence in 16 bits the distances, in int64, are the peak of forward."""
+    one_head = three(window=3, batch_size=1, d_model=32, heads=1, seq_len=128, dtype="fp16", phase="forward")
+    plain = msgspec.structs.replace(one_head, model=msgspec.structs.replace(one_head.model, window=None))
+    assert predicted_peaks(one_head)["forward"] > predicted_peaks(plain)["forward"]
+    assert_alike(one_head)
+    assert_alike(three(window=3, checkpointing="every-1"))
+    kept = three(window=3, attention="unsafe", seq_len=64)
+    assert kept_in_truth(kept) == kept_by_symbolic_model(kept)
+    windowed = three(window=3)
+    by_running = estimate_by_running(windowed).memory
+    assert by_running.saved_for_backward == estimate(windowed, "cuda").saved_for_backward
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "every-1"])
 def test_the_math_backend_of_fused_attention(checkpointing: str):
     for seq_len in (16, 64):

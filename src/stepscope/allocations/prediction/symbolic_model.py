@@ -529,7 +529,7 @@ class SymbolicModel:
         scores = self._product(tape, ss, self._contiguous(tape, q), self._laid_out(tape, k))
         scores = tape.op("Mul", ss, a, [scores])
         _positions = [tape.storage(self.workload.seq_len * 8) for _ in range(2)]
-        mask = tape.storage(self.workload.seq_len**2)
+        mask = tape.hidden_keys(self.workload.seq_len**2, windowed=self.workload.model.window is not None)
         scores = tape.op("MaskedFill", ss, a, [scores], also_saves=[mask])
         del mask
         _maximum = tape.storage(self.rows * a) if self.attention.subtracts_maximum else None

@@ -367,6 +367,18 @@ class Tape:
 
         return self.alias("Result", result, keep)
 
+    def hidden_keys(self, pairs: int, *, windowed: bool) -> Storage:
+        """The mask of so many pairs of query and key, as `hidden_keys` of training/attention/written_out.py makes it:
+        a bool each, with a window the or of two, one of them from distances in int64."""
+        if not windowed:
+            return self.storage(pairs)
+        distances = self.storage(pairs * 8)
+        outside = self.storage(pairs)
+        del distances
+        later, mask = self.storage(pairs), self.storage(pairs)
+        del outside, later
+        return mask
+
     def cast(self, x: Tensor, itemsize: int) -> Tensor:
         """x.to(dtype): a copy, or x itself when it has that dtype."""
         return x if x.itemsize == itemsize else self.op("ToCopy", x.elements, itemsize, [x])
