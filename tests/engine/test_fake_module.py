@@ -716,9 +716,14 @@ def test_tensors_at_the_peak_are_named_and_add_up_to_it(file: Path):
     assert rows["saved for backward", f"add ({file.name}:{line})"].shape == (4, 64, 16)
 
 
-def test_compiled_steps_are_refused(file: Path):
-    with pytest.raises(InputError, match="compile default cannot be run on fake tensors"):
-        fitted(own(file, "mlp", compile="default"))
+def test_compiled_steps_are_predicted_as_they_run_without_unless_they_replay_cuda_graphs(file: Path):
+    plain, blocks = fitted(own(file, "mlp")).estimate, fitted(own(file, "mlp", compile="blocks")).estimate
+    assert blocks.peak_bytes == plain.peak_bytes
+    assert blocks.unseen is not None and plain.unseen is not None
+    assert blocks.unseen.compiled and not plain.unseen.compiled
+    for step in (own(file, "mlp", compile="max-autotune"), own(file, "mlp", graph="step")):
+        with pytest.raises(InputError, match="replays CUDA graphs, which fake tensors cannot: leave it out"):
+            fitted(step)
 
 
 @pytest.mark.long

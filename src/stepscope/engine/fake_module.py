@@ -96,8 +96,9 @@ class WatchedStep:
 
 def watch_fake_step(workload: TextbookWorkload, *, workspace_bytes: int = WORKSPACE_BYTES) -> WatchedStep:
     """Make and run the step on fake tensors. Raises InputError for what cannot be run so: compiled steps."""
-    if workload.compile != "eager":
-        raise InputError(f"compile {workload.compile} cannot be run on fake tensors: choose eager, or use the formulas")
+    if workload.compile != "eager" or workload.graph == "step":
+        what = f"compile {workload.compile}" if workload.compile != "eager" else "graph step"
+        raise InputError(f"{what} cannot be run on fake tensors: leave it out, or use the formulas")
     other = next(((part, name) for part, name in workload.parts.items() if name != REFERENCE), None)
     if other is not None:
         raise InputError(
@@ -344,14 +345,15 @@ def watch_module_step(
     tell: Tell = lambda _: None,
     describes: bool = False,
 ) -> WatchedModule:
-    """Make and run `steps` steps on fake tensors. Raises InputError for compiled steps, for steps of the user's own,
-    and for operators that depend on data.
+    """Make and run `steps` steps on fake tensors. Raises InputError for replayed CUDA graphs, for steps of the user's
+    own, and for operators that depend on data. What is compiled runs without.
 
     batch_size: samples in a step, in place of the factory's. It is given as the argument of this name, or the batch is
     repeated. module: returns a copy of a module that exists already, in place of what the factory would make.
     """
-    if workload.compile != "eager":
-        raise InputError(f"compile {workload.compile} cannot be run on fake tensors: leave it out")
+    if workload.graph == "step" or workload.compile in ("reduce-overhead", "max-autotune"):
+        what = "graph step" if workload.graph == "step" else f"compile {workload.compile}"
+        raise InputError(f"{what} replays CUDA graphs, which fake tensors cannot: leave it out, or measure the step")
     if any(name != REFERENCE for name in workload.parts.values()):
         # Whether they compute what a module does is told by numbers, which fake tensors have not.
         raise InputError(
@@ -421,7 +423,9 @@ def watch_module(
         watch.hold(tensor for _, _, tensor in model_tensors(fake.whole))  # buffers, and what quantised weights need
         # The CPU refuses choices that change none of its tensors, or that were applied already.
         dtype = "fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype
-        step = ModuleStep(fake, msgspec.structs.replace(workload, dtype=dtype, projections="apart"), _CPU)
+        step = ModuleStep(
+            fake, msgspec.structs.replace(workload, dtype=dtype, projections="apart", compile="eager"), _CPU
+        )
         step.phases = _without_repeats(step.phases)
         watch.hold(tensor for batch in step.batches for _, tensor in step.named_tensors(batch))
         on_host = device_type == "cuda"
@@ -471,7 +475,7 @@ def watch_module(
         workload=described,
         alike=alike,
         without_state_bytes=sum(parameter.nbytes for parameter in stateless),
-        compiled=any(map(_is_compiled, user_module.whole.modules())),
+        compiled=workload.compile != "eager" or any(map(_is_compiled, user_module.whole.modules())),
         bucket_bytes=sum(bucket.nbytes for bucket in buckets),
     )
 

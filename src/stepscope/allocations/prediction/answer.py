@@ -169,12 +169,14 @@ def answer_moments(steps: Sequence[TextbookWorkload]) -> Answer:
             Line(f"Predicted for {describe_model(steps[0])}, {steps[0].dtype}.", "strong"),
             *sums,
             Line(f"The batch of {steps[0].batch_size} is shared by the ranks; with none, one process runs it all."),
+            *([Line(_OF_BLOCKS, "care")] if steps[0].compile == "blocks" else []),
         ),
         tables=(table_of(*columns, rows=rows),),
     )
 
 
 _PARTS = ("parameters", "gradients", "optimizer states")
+_OF_BLOCKS = "Compiled blocks are predicted as they run without: what compiled kernels keep and take is unknown."
 
 
 def _states_spelled(step: TextbookWorkload, layout: Layout, states: Sequence[int]) -> str:

@@ -167,8 +167,8 @@ def fit(
       batch_size, of which it gives a bound.
 
     A module of your own runs on fake tensors, which have sizes and no values: operators whose output depends on values
-    are counted at their largest or refused by name. A compiled step (compile) and a step of your own with phases are
-    refused.
+    are counted at their largest or refused by name. A compiled step (compile) is predicted as it runs without; replayed
+    CUDA graphs and a step of your own with phases are refused.
 
     memory: how much PyTorch may allocate, in bytes or as in "80GiB".
     device: a device by its name, as in "H100", or several: how much PyTorch states of it.
