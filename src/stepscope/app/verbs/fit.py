@@ -19,7 +19,7 @@ from stepscope.core import interrupts
 from stepscope.core.device_spec import device_named
 from stepscope.core.errors import InputError, LimitExceeded, choose, warn
 from stepscope.core.files import json_document
-from stepscope.core.float_formats import BLOCK_FORMATS, block_format
+from stepscope.core.float_formats import BLOCK_FORMATS
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.model_config import PRESETS, ModelOptions
 from stepscope.core.options import BUDGET, PARALLEL, WORKLOAD, Option, Rule, spelled_out, verb
@@ -354,12 +354,13 @@ Apart = Annotated[
 ]
 
 
+_RECIPES = tuple(name for name, form in BLOCK_FORMATS.items() if form.element.startswith("fp"))
 Recipe = Annotated[
     tuple[str, ...] | None,
     Option(
         "What the step holds, and the least time of its products, with operands in these formats of blocks.",
         WORKLOAD,
-        choices=tuple(name for name, form in BLOCK_FORMATS.items() if form.element.startswith("fp")),
+        choices=_RECIPES,
     ),
 ]
 
@@ -623,13 +624,22 @@ def _say_if_interrupted(of: str = "") -> None:
         warn(f"{interrupts.interruption()}: this is what was known{of}")
 
 
+def _one_step(steps: Sequence[Workload], flag: str) -> TextbookWorkload:
+    """The step that an option looks at. Raises InputError for several, and for one of your own model."""
+    if not isinstance(steps[0], TextbookWorkload):
+        raise InputError(f"{flag} is for the textbook's model: leave it out")
+    if len(steps) > 1:
+        raise InputError(f"{flag} looks at one step, and these options name {len(steps)}: give each one value")
+    return steps[0]
+
+
 def _moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int) -> "Answer":
     """The Answer on what one rank holds of a step, by strategy. Raises InputError for any other step."""
     from stepscope.allocations.prediction.answer import answer_moments
 
-    step = steps[0]
-    if len(steps) > 1 or not isinstance(step, TextbookWorkload) or step.phase != "train":
-        raise InputError("parallel looks at one training step of the textbook's model: give each option one value")
+    step = _one_step(steps, "--parallel")
+    if step.phase != "train":
+        raise InputError(f"--parallel is of training, not of {step.phase}: --phase train")
     if unknown := [name for name in parallel if name.partition(":")[0] not in (NOT_PARALLEL, *STRATEGIES)]:
         choose(unknown[0], (NOT_PARALLEL, *STRATEGIES), "parallel")
     shared = [
@@ -647,11 +657,12 @@ def _in_blocks(
     from stepscope.allocations.prediction.estimate import answer_in_blocks
 
     steps = ManyWorkloads({"dtype": ("bf16-master",), **workloads.options}).workloads(model="small", seq_len=512)
-    if len(steps) > 1 or len(budgets) > 1 or not isinstance(steps[0], TextbookWorkload):
-        raise InputError("--recipe looks at one step of the textbook's model on one device: give each option one value")
-    forms = [block_format(name) for name in dict.fromkeys(recipe)]
+    step = _one_step(steps, "--recipe")
+    if len(budgets) > 1:
+        raise InputError(f"--recipe looks at one device, and --device names {len(budgets)}: name one")
+    forms = [BLOCK_FORMATS[choose(name, _RECIPES, "recipe")] for name in dict.fromkeys(recipe)]
     spec = device_named(devices[0]) if devices else None
-    return answer_in_blocks(steps[0], forms, spec, budgets[0].usable_bytes if budgets else None)
+    return answer_in_blocks(step, forms, spec, budgets[0].usable_bytes if budgets else None)
 
 
 def _of_run(
