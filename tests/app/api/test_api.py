@@ -433,6 +433,19 @@ def test_a_stored_run_is_predicted_on_another_card():
         stepscope.fit(run=llama, seq_len=64)
 
 
+def test_operands_in_blocks_are_answered_by_format():
+    """Of a number of 16 bits, mxfp8 and nvfp4 keep 8.25 and 4.5."""
+    found = stepscope.fit("tiny", recipe=["mxfp8", "nvfp4"], device="B200")
+    without, mxfp8, nvfp4 = found.answer.tables[0].rows
+    assert [row[1] for row in (without, mxfp8, nvfp4)] == [16, 8.25, 4.5]
+    assert found.by_recipe == {"mxfp8": mxfp8[3], "nvfp4": nvfp4[3]} and found.peak_bytes == mxfp8[3]
+    assert found.estimate.peak_bytes == without[3] and found.fits is None
+    with pytest.raises(InputError, match="unknown recipe 'mxfp9': choose one of mxfp8"):
+        stepscope.fit("tiny", recipe="mxfp9")
+    with pytest.raises(InputError, match="recipe is of the textbook's model: leave out module"):
+        stepscope.fit(module="a.py:make", recipe="mxfp8")
+
+
 def test_what_a_rank_holds_is_answered_by_strategy():
     """AdamW's two moments of fp32 weights, half of them on each of two ranks with ZeRO-1: the least that is saved."""
     found = stepscope.fit("tiny", parallel=["zero1", "none"])

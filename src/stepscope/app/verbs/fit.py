@@ -77,15 +77,17 @@ class Fitted(Shown):
     """Each of several steps, on each of several devices."""
     by_strategy: dict[str, int] = field(default_factory=dict[str, int])
     """With parallel: the peak of the rank that needs most, in bytes; the estimate is of one process then."""
+    by_recipe: dict[str, int] = field(default_factory=dict[str, int])
+    """With recipe: the peak in bytes, with operands in each format; the estimate is of the step without."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most that PyTorch's allocator holds at once; of several strategies the largest."""
-        return max(self.by_strategy.values(), default=self.estimate.peak_bytes)
+        """The most that PyTorch's allocator holds at once; of several strategies or recipes the largest."""
+        return max({**self.by_strategy, **self.by_recipe}.values(), default=self.estimate.peak_bytes)
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits; None where no memory was named."""
+        """Whether it fits; None where no memory was named, and with recipe, whose answer says what is left."""
         return self.verdict.fits if self.verdict is not None else None
 
     @property
@@ -128,6 +130,7 @@ def fit(
     phase: Phase | None = None,
     parallel: str | Sequence[str] | None = None,
     ranks: int | None = None,
+    recipe: str | Sequence[str] | None = None,
     attention: Attention | Sequence[Attention] | None = None,
     kernels: str | Mapping[str, str] | None = None,
     projections: Projections | None = None,
@@ -174,6 +177,8 @@ def fit(
     device: a device by its name, as in "H100", or several: how much PyTorch states of it.
     fail_if_larger: the largest peak that is right, in bytes or as in "22GiB".
     parallel, ranks: what one of so many ranks (2) holds of the textbook's step, by strategy, as in ["zero1", "none"].
+    recipe: what the textbook's step holds with operands in these formats of blocks, as in ["mxfp8", "nvfp4"], and with
+    a device the least time of its products.
     dtype, phase, projections, optimizer, clip, checkpointing, accumulation: as in `stepscope.run`, for any model.
 
     Of a list the result is the step that fits least, or has the largest peak; its answer is the table of all.
@@ -192,10 +197,18 @@ def fit(
     }
     if empty := [name for name, values in several.items() if not values]:
         raise InputError(f"{empty[0]} is an empty list: name at least one value")
-    if strategies := several.pop("parallel", ()):
-        if budgets or module is not None or not (model is None or isinstance(model, str)):
+    strategies = several.pop("parallel", ())
+    preset = model if isinstance(model, str) else None
+    is_textbook = module is None and run is None and model is preset
+    if recipe is not None:
+        if not is_textbook or strategies or ranks is not None or limit is not None:
+            raise InputError("recipe is of the textbook's model: leave out module, run, parallel and fail_if_larger")
+        asked = {"model": (preset or "small",), **several}
+        found = _held_in_blocks(asked, (recipe,) if isinstance(recipe, str) else recipe, budgets, names)
+    elif strategies:
+        if budgets or not is_textbook:
             raise InputError("parallel is of the textbook's model, and asks for no budget: leave the others out")
-        found = _held(_textbook(model, several), strategies, ranks or 2)
+        found = _held(_textbook(preset, several), strategies, ranks or 2)
     else:
         if ranks is not None:
             raise InputError("ranks belong to parallel: say which, as in parallel='zero1'")
@@ -269,6 +282,21 @@ def _held(steps: Sequence[Workload], strategies: Sequence[str], ranks: int) -> F
     step = steps[0]
     assert isinstance(step, TextbookWorkload)
     return Fitted(step, estimate(step), None, shown_answer(answer), by_strategy=peaks)
+
+
+def _held_in_blocks(
+    options: Mapping[str, tuple[Any, ...]], recipe: Sequence[str], budgets: "Sequence[Budget]", devices: Sequence[str]
+) -> Fitted:
+    from stepscope.allocations.prediction.estimate import estimate
+
+    if not recipe:
+        raise InputError("recipe is an empty list: name at least one format of blocks")
+    workloads = ManyWorkloads({"dtype": ("bf16-master",), **options})
+    answer = _in_blocks(workloads, recipe, budgets, devices)
+    place = answer.tables[0].columns.index("peak")
+    step = _one_step(workloads.workloads(seq_len=512), "recipe")
+    peaks = {str(row[0]): peak for row in answer.tables[0].rows[1:] if isinstance(peak := row[place], int)}
+    return Fitted(step, estimate(step), None, shown_answer(answer), by_recipe=peaks)
 
 
 def _fitted(fit: "Fit[MemoryEstimate] | Fit[FakeEstimate]") -> Fitted:
