@@ -728,6 +728,8 @@ def test_compiled_steps_are_predicted_as_they_run_without_unless_they_replay_cud
 
 @pytest.mark.long
 def test_the_contract_in_json_and_its_screen(file: Path):
+    levels = stepscope("fit", "--module", f"{file}:deep", "--checkpointing", "none,every-1").stdout
+    assert "The least peak is that of" in levels and "FLOPs again" not in levels  # which are counted of no such model
     done = stepscope("fit", "--module", f"{file}:deep", "--memory", "30MiB", "--json")
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)

@@ -107,12 +107,12 @@ def answer_fits(fits: Sequence[Sequence[AnyFit]], names: Sequence[str] = ()) -> 
     of = [f" {name}" for name in names] if len(budgets) > 1 else [""] * len(budgets)
     verdicts = [column for name in of for column in (f"fits{name}", (f"left{name}", "B"))]
     rows: list[tuple[Cell, ...]] = []
+    computed = [("FLOPs again", "%")] if "checkpointing" in varied and first[0].workload.sizes else []
     for values, of_step in zip(described, fits, strict=True):
         judged = [cell for fit in of_step if fit.budget for cell in (_fits_word(fit), fit.margin_bytes)]
         peak = of_step[0].peak_bytes, of_step[0].estimate.peak_phase
-        again = [by_sizes(of_step[0].workload, _flops_again)] if "checkpointing" in varied else []
+        again = [by_sizes(of_step[0].workload, _flops_again)] if computed else []
         rows.append((*(values[name] for name in varied), *peak, *again, *judged))
-    computed = [("FLOPs again", "%")] if "checkpointing" in varied else []
     columns = (*((name, TEXT) for name in varied), ("peak", "B"), "in", *computed, *verdicts)
     shared = {name: max(one[name] for one in described) for name in described[0] if name not in varied}
     said = [f"{name} {value}" for name, value in shared.items() if value not in ("", *_USUAL) or name in _SAID]
@@ -199,19 +199,19 @@ def _flops_again(workload: TextbookWorkload) -> float:
 
 
 def _least_peaks(fits: Sequence[tuple[str, AnyFit]]) -> str:
-    """Which checkpointing has the least peak, of all and of one level alone; of peaks within 1 % the one that runs the
-    fewest FLOPs again."""
+    """Which checkpointing has the least peak, of all and of one level; within 1 % that of the fewest known FLOPs."""
 
     def best(among: Sequence[tuple[str, AnyFit]]) -> str:
         least = min(fit.peak_bytes for _, fit in among)
         near = [one for one in among if one[1].peak_bytes <= 1.01 * least]
-        name, fit = min(near, key=lambda one: by_sizes(one[1].workload, _flops_again) or 0.0)
+        name, fit = min(near, key=lambda one: (by_sizes(one[1].workload, _flops_again) or 0.0, one[1].peak_bytes))
         return f"{name}, {format_bytes(fit.peak_bytes)}"
 
     groups = [one for one in fits if group_of(one[0])]
     differs = groups and best(groups) != best(fits)
     of_groups = f" Of groups of blocks alone (every-K) it is that of {best(groups)}." if differs else ""
-    return f"The least peak, to 1 %, with the fewest FLOPs again is that of {best(fits)}.{of_groups}"
+    counted = ", to 1 %, with the fewest FLOPs again" if fits[0][1].workload.sizes is not None else ""
+    return f"The least peak{counted} is that of {best(fits)}.{of_groups}"
 
 
 def _fits_word(fit: AnyFit) -> str:
