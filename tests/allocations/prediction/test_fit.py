@@ -101,7 +101,7 @@ def test_devices_are_found_by_words_of_their_name(name: str, full: str):
 
 @pytest.mark.parametrize("name", ["V100", "a100", "A100 80GB", "GTX 9999", "", "NVIDIA"])
 def test_a_device_that_could_be_two_or_none_is_refused_with_those_it_could_be(name: str):
-    with pytest.raises(InputError, match=r"--device .* choose one of .*--memory") as refused:
+    with pytest.raises(InputError, match=r"^device .* choose one of .*--memory") as refused:
         budget_of_device(name)
     assert "\n" not in str(refused.value)
     assert name != "V100" or ("16GB" in str(refused.value) and "H200" not in str(refused.value))
