@@ -1,6 +1,7 @@
 """What reading and starting cost beside the least that any program pays for them: processor time, and peak memory.
 
     python benchmarks/reading.py [--only KIND...] [--repeats 5] [--size 199MB] [--json FILE]
+    python benchmarks/reading.py --before COMMIT [--only nsys start]        # beside an older stepscope
     python benchmarks/reading.py --show FILE...
 
 Each runs as a fresh process of one thread on a file in the page cache, in turn with its peers; the least processor time
@@ -40,8 +41,13 @@ DATA = HERE.parent / "tests" / "data"
 NSYS = DATA / "nsys_train.sqlite.gz"
 KINETO, KINETO_BYTES = DATA / "kineto_train.json.gz", {"lean": 218_000_000, "with shapes": 10_000_000}
 SNAPSHOT, EVENTS = DATA / "snapshot_train.pickle.gz", (1_000_000, 4_580_000)
-KERNELS, KINDS = 50_000, ("nsys", "kineto", "snapshot", "page", "run")
+KERNELS, KINDS = 50_000, ("nsys", "kineto", "snapshot", "page", "run", "start")
 PICKLE = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"
+
+RUN_TREE = """import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("stepscope", run_name="__main__", alter_sys=True)"""
+"""Runs the stepscope of another source tree."""
 
 
 class Race(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +158,31 @@ def run_races(folder: Path) -> list[Race]:
     return [Race(name=f"run {' '.join(wanted[:4])}", ours=ours, peer_name="torch, AdamW, its steps", peer=loop)]
 
 
+def start_races() -> list[Race]:
+    """Help, beside the interpreter alone."""
+    return [
+        Race(name=verb, ours=("-m", "stepscope", *verb.split()), peer_name="python", peer=("-c", ""))
+        for verb in ("--help", "run --help", "study --help")
+    ]
+
+
+def beside_older(races: list[Race], commit: str, folder: Path) -> list[Race]:
+    """Our commands beside the same ones of the stepscope of this commit, whose files are written to this folder."""
+    archive = subprocess.run(("git", "-C", str(HERE.parent), "archive", commit, "src"), capture_output=True, check=True)
+    subprocess.run(("tar", "-x", "-C", str(folder)), input=archive.stdout, check=True)
+    ours = {race.ours: race for race in races}.values()
+    return [
+        Race(
+            name=race.name,
+            ours=race.ours,
+            peer_name=f"stepscope of {commit}",
+            peer=("-c", RUN_TREE, str(folder / "src"), *race.ours[2:]),
+            version="",
+        )
+        for race in ours
+    ]
+
+
 def sample_of(command: tuple[str, ...], python: str = sys.executable) -> Sample:
     """One fresh process. Raises StepscopeError where it fails."""
     with tempfile.TemporaryDirectory() as name:
@@ -208,8 +239,11 @@ def measure_all(arguments: argparse.Namespace) -> Report:
             "snapshot": lambda: snapshot_races(folder),
             "page": lambda: page_races(folder),
             "run": lambda: run_races(folder),
+            "start": start_races,
         }
         races = [race for kind in arguments.only or kinds for race in kinds[kind]()]
+        if arguments.before:
+            races = beside_older(races, arguments.before, folder)
         together = [list(group) for _, group in groupby(races, key=lambda race: race.ours)]
         rows = tuple(row for group in together for row in rows_of(group, arguments.repeats))
         peers = kineto_peers() if "kineto" in (arguments.only or kinds) else []
@@ -268,6 +302,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peers", type=Path, default=Path(tempfile.gettempdir()) / "stepscope-trace-benchmark" / "peers"
     )
+    parser.add_argument("--before", metavar="COMMIT", help="beside the stepscope of this commit, in place of peers")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
