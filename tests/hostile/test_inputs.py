@@ -284,7 +284,7 @@ ENDS = {
     "KeyboardInterrupt": "raise KeyboardInterrupt\n",
     "GeneratorExit": "def sweep():\n    raise GeneratorExit\n",
     "a BaseException": "class Odd(BaseException): pass\ndef sweep():\n    raise Odd('\\x1b[2J')\n",
-    "a signal": "import os\nos.kill(os.getpid(), 9)\n",
+    "a signal": "import os\nos.kill(os.getpid(), 11)\n",
     "a recursion": "def sweep():\n    return sweep()\n",
     "no words": "class E(Exception):\n    def __str__(self): raise ValueError\ndef sweep():\n    raise E\n",
     "closed files": "import os\ndef sweep():\n    os.closerange(3, 50)\n    return []\n",
@@ -298,6 +298,14 @@ def test_a_recipe_that_ends_its_process_is_named(tmp_path: Path, how: str):
     recipe.write_text(ENDS[how])
     is_refused(run_verb("sweep", recipe, "--runs", tmp_path / "runs"), str(recipe))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_recipe_whose_process_is_killed_is_named_too(tmp_path: Path):
+    """Mostly for memory: then the recipe is not wrong, and the exit code is another."""
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("import os\nos.kill(os.getpid(), 9)\n")
+    done = run_verb("sweep", recipe, "--runs", tmp_path / "runs")
+    assert done.returncode == 3 and f"the process of the recipe {recipe} was killed" in done.stderr
 
 
 def test_what_a_recipe_starts_ends_with_it(tmp_path: Path):

@@ -85,8 +85,8 @@ MUTANTS = (
     Mutant(
         name="causal attention is the full square",
         file="core/formulas/transformer.py",
-        old="        attention //= 2\n",
-        new="        attention //= 1\n",
+        old='workload.model.window) if causal == "half"',
+        new='workload.model.window) if causal == ""',
         falsifies="MFU of causal attention is too high",
         tests=("core/formulas/test_work.py",),
     ),
@@ -126,8 +126,8 @@ MUTANTS = (
     Mutant(
         name="launches joined without the process",
         file="traces/table.py",
-        old="return number * _FEW_IDS + ",
-        new="return number * 0 + ",
+        old="return_dtype=pl.Int64) * _FEW_IDS + one",
+        new="return_dtype=pl.Int64) * 0 + one",
         falsifies="kernels of one rank are launched by another (row 12 of docs/measuring.md)",
         tests=("traces/captures/test_attribution.py",),
     ),

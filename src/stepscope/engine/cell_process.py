@@ -307,10 +307,12 @@ def kill_marked(mark: str) -> None:
 
     A system without /proc has no way to find them: there, only a cell's group ends with it.
     """
+    found_none = False
     for _ in range(_PASSES):
         pids = [pid for pid in _marked(mark) if pid != os.getpid()]
-        if not pids:
+        if not pids and found_none:
             return
+        found_none = not pids  # a process that was started just now has no variables yet for a moment: look again
         for pid in pids:
             with contextlib.suppress(OSError):  # it may have ended by itself
                 os.kill(pid, signal.SIGKILL)

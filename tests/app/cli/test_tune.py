@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -77,11 +78,19 @@ def test_it_goes_on_where_it_stopped_and_confirms(tmp_path: Path):
         assert first["confirmed"]["processes"] == [5, 5] and len(first["curves"]) == 4
 
 
+def without_windows(value: Any) -> Any:
+    """As runs were stored before a model had a window."""
+    if isinstance(value, dict):
+        named = cast("dict[str, Any]", value)
+        return {key: without_windows(one) for key, one in named.items() if (key, one) != ("window", None)}
+    return [*map(without_windows, cast("list[Any]", value))] if isinstance(value, list) else value
+
+
 def test_a_stored_search_is_shown_again_with_its_exit_code(tmp_path: Path):
     stored = Path("results/h200/tune/large.json")
     done = stepscope("tune", "--from", stored)
     assert done.returncode == 0 and "4.89 times as fast" in done.stdout and "23.29 GiB" in done.stdout, done.stderr
-    again = json.loads(stepscope("tune", "--from", stored, "--json").stdout)
+    again = without_windows(json.loads(stepscope("tune", "--from", stored, "--json").stdout))
     older = [tried.pop("apart") for tried in again["tried"]]  # no race of that time was settled so
     in_turns = {"widened": 1.0, "seemed": False}  # processes that confirm take turns, and did then, too
     assert in_turns.items() <= again["confirmed"].items()
@@ -90,7 +99,7 @@ def test_a_stored_search_is_shown_again_with_its_exit_code(tmp_path: Path):
     newer = Path("results/h200-x2/tune/small-bucketed.json")
     known = json.loads(newer.read_text())
     known["confirmed"] |= in_turns
-    assert json.loads(stepscope("tune", "--from", newer, "--json").stdout) == known
+    assert without_windows(json.loads(stepscope("tune", "--from", newer, "--json").stdout)) == known
     refused = stepscope("tune", "--from", stored, "--budget", "9s")
     assert (refused.returncode, refused.stderr.strip()) == (
         2,
