@@ -517,7 +517,7 @@ def test_the_process_is_left_as_it_was():
 
 
 def test_a_compiled_step_is_refused():
-    with pytest.raises(InputError, match="choose eager"):
+    with pytest.raises(InputError, match="compile default cannot be run on fake tensors: leave it out"):
         estimate_by_running(mini(compile="default"))
 
 
