@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from stepscope.recording.device import HostLoad
 from stepscope.recording.environment import read_environment, resolve_device
@@ -117,18 +116,13 @@ def _cores(cores: float | None) -> str:
     return "" if cores is None else f"{cores:.2f}"
 
 
-def render(result: Result, console: Console) -> None:
-    """The result in a terminal."""
-    console.print(render_markdown(result), soft_wrap=True, markup=False, highlight=False)
-
-
 def main() -> None:
     """Print the result; with --json also keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
-    measure_or_show(parser.parse_args(), Result, measure=measure, render=render, render_markdown=render_markdown)
+    measure_or_show(parser.parse_args(), Result, measure=measure, render_markdown=render_markdown)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import tempfile
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from stepscope.core.units import MIB
 from stepscope.recording.environment import read_environment, resolve_device
@@ -164,13 +163,8 @@ def render_markdown(result: Result) -> str:
         peak = min(sample.peak_bytes for sample in row.runs) / MIB
         figures = f"{row.least_s:.2f} s | {beyond} | {peak:.0f} MiB | {len(row.runs)}"
         lines.append(f"| {row.tool} | {row.model} | {row.failure or figures} |")
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items() if name != "torch")
     return f"Processor seconds, the least of the runs. {result.environment}, {versions}\n\n" + "\n".join(lines) + "\n"
-
-
-def render(result: Result, console: Console) -> None:
-    """The result in a terminal."""
-    console.print(render_markdown(result), soft_wrap=True, markup=False, highlight=False)
 
 
 def main() -> None:
@@ -180,7 +174,7 @@ def main() -> None:
     parser.add_argument("--without", metavar="TOOL", help="leave out a tool: MemTracker takes minutes")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
-    measure_or_show(parser.parse_args(), Result, measure=measure, render=render, render_markdown=render_markdown)
+    measure_or_show(parser.parse_args(), Result, measure=measure, render_markdown=render_markdown)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-from rich.console import Console
 
 from stepscope.core.run_directory import load_runs
 from stepscope.core.units import counted
@@ -115,11 +114,6 @@ def render_markdown(result: Result) -> str:
     return "\n".join(itertools.chain(facts, [""]))
 
 
-def render(result: Result, console: Console) -> None:
-    """The result in a terminal."""
-    console.print(render_markdown(result), soft_wrap=True, markup=False, highlight=False)
-
-
 def main() -> None:
     """Print the result; with --json also keep it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -128,7 +122,7 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
-    measure_or_show(parser.parse_args(), Result, measure=measure, render=render, render_markdown=render_markdown)
+    measure_or_show(parser.parse_args(), Result, measure=measure, render_markdown=render_markdown)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from stepscope.core.float_formats import BLOCK_FORMATS
@@ -83,14 +82,9 @@ def render_markdown(result: Result) -> str:
     lines = ["| way | processor | elapsed | runs |", "|" + "---|" * 4]
     for row in result.rows:
         lines.append(f"| {row.way} | {min(row.cpu_s):.2f} s | {min(row.wall_s):.2f} s | {len(row.cpu_s)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items() if name != "torch")
     said = f"{NUMBERS // 2**20} Mi numbers, {result.threads} threads, the least of the runs. {result.environment}"
     return f"{said}, {versions}\n\n" + "\n".join(lines) + "\n"
-
-
-def render(result: Result, console: Console) -> None:
-    """The result in a terminal."""
-    console.print(render_markdown(result), soft_wrap=True, markup=False, highlight=False)
 
 
 def main() -> None:
@@ -100,7 +94,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
-    measure_or_show(parser.parse_args(), Result, measure=measure, render=render, render_markdown=render_markdown)
+    measure_or_show(parser.parse_args(), Result, measure=measure, render_markdown=render_markdown)
 
 
 if __name__ == "__main__":

@@ -49,10 +49,13 @@ def measure_or_show(
     kind: type[R],
     *,
     measure: Callable[[argparse.Namespace], R],
-    render: Callable[[R, Console], None],
     render_markdown: Callable[[R], str],
+    render: Callable[[R, Console], None] | None = None,
 ) -> None:
-    """Print the result, and with --json also keep it; with --show print results kept before, in Markdown."""
+    """Print the result, and with --json also keep it; with --show print results kept before, in Markdown.
+
+    render: prints it in a terminal, where that is not to be the Markdown.
+    """
     if arguments.show:
         kept = [msgspec.json.decode(path.read_bytes(), type=kind) for path in arguments.show]
         sys.stdout.write("\n".join(map(render_markdown, kept)))
@@ -61,5 +64,8 @@ def measure_or_show(
         result = measure(arguments)
     except (OSError, ValueError, StepscopeError) as error:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
-    render(result, Console())
+    if render is None:
+        Console().print(render_markdown(result), soft_wrap=True, markup=False, highlight=False)
+    else:
+        render(result, Console())
     keep(result, arguments.json)

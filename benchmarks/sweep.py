@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import get_args
 
 import msgspec
-from rich.console import Console
 
 from stepscope.core.evidence import ProcessStart
 from stepscope.core.model_config import configure
@@ -185,11 +184,6 @@ def told(result: Result) -> str:
     )
 
 
-def render(result: Result, console: Console) -> None:
-    """The result in a terminal."""
-    console.print(render_markdown(result), soft_wrap=True, markup=False, highlight=False)
-
-
 def render_markdown(result: Result) -> str:
     """The result as a Markdown table."""
     lines = [HEADS, ("---",) * len(HEADS), *rows(result)]
@@ -205,7 +199,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
-    measure_or_show(parser.parse_args(), Result, measure=measure, render=render, render_markdown=render_markdown)
+    measure_or_show(parser.parse_args(), Result, measure=measure, render_markdown=render_markdown)
 
 
 if __name__ == "__main__":
