@@ -152,7 +152,7 @@ def plain() -> tuple[nn.Module, Tensor]:
 
 
 def updated(name: str, library: str = "bitsandbytes") -> tuple[nn.Module, Tensor, None, torch.optim.Optimizer]:
-    """The same model with another library's optimizer."""
+    """The model of `plain` with an optimizer of this name from another library."""
     optim = importlib.import_module(f"{library}.optim")
     model, batch = plain()
     return model, batch, None, getattr(optim, name)(model.parameters())

@@ -180,7 +180,7 @@ def make_fake_step(workload: TextbookWorkload) -> TrainingStep:
     # above. A module of fake tensors cannot be converted to bf16, but it can be made so.
     stand_in = msgspec.structs.replace(
         workload,
-        # Of a window a kernel makes no tensors.
+        # A fused kernel makes no tensors for a window: it reads no mask.
         model=workload.model if written_out else msgspec.structs.replace(workload.model, window=None),
         dtype="fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype,
         attention=attention if written_out else "sdpa",
@@ -316,13 +316,11 @@ class WatchedModule(WatchedStep):
     @property
     def count(self) -> int:
         """Allocations and releases until the step before the last that a prediction runs."""
-        begun = [*self.watch.steps, (len(self.watch.events), self.watch.phases)]
-        return begun[STEPS_BEFORE][0]
+        return self.watch.begun[STEPS_BEFORE][0]
 
     def program(self, steps: int | None = None) -> Program:
         """All that the allocator is asked, of all steps or of the first so many."""
-        begun = [*self.watch.steps, (len(self.watch.events), self.watch.phases)]
-        end, phases = begun[-1] if steps is None else begun[steps]
+        end, phases = self.watch.begun[-1 if steps is None else steps]
         events = self.watch.events[:end]
         made = self.watch.allocations[: sum(event >= 0 for event in events)]
         passing = {~event for event in events[: self.built] if event < 0}

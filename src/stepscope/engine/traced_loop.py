@@ -532,7 +532,6 @@ def _traced_step(
         sizes.append(known[nbytes])
     names = list(dict.fromkeys(name for a in watch.allocations for name in (a.operator, a.phase, a.category)))
     place = {name: i for i, name in enumerate(names)}
-    begun = [*watch.steps, (len(watch.events), watch.phases)]
     traced = TracedStep(
         dtype=dtype,
         built=runs[0].built,
@@ -541,7 +540,7 @@ def _traced_step(
         kinds=[(place[a.operator], place[a.phase], place[a.category], a.on_device) for a in watch.allocations],
         sums=sums,
         sizes=sizes,
-        steps=[(count, [(each.name, each.start, each.end) for each in phases]) for count, phases in begun],
+        steps=[(count, [(each.name, each.start, each.end) for each in phases]) for count, phases in watch.begun],
         convolutions=watch.convolutions,
         convolution_bytes=max(
             -(-run.watch.convolution_bytes // (batch * (length or 1)))

@@ -546,7 +546,7 @@ class _Flexible(torch.autograd.Function):
 
 
 _MULTIPROCESSORS = 132
-"""Those of an H200."""
+"""Streaming multiprocessors of an H200."""
 
 
 def _of_splits(query: Tensor, value: Tensor, blocks: Tensor) -> list[Tensor]:

@@ -184,6 +184,11 @@ class FakeMemory(TorchDispatchMode):
         if name == FORWARD:
             self._keep(range(first, len(self.allocations)))
 
+    @property
+    def begun(self) -> list[tuple[int, list[FakePhase]]]:
+        """`steps`, and as if one more began now: last are all events, and the phases of the last step."""
+        return [*self.steps, (len(self.events), self.phases)]
+
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count these tensors as allocated now, in the order given: they were made before the mode was entered."""
         for tensor in _parts(tensors):

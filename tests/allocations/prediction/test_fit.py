@@ -246,7 +246,7 @@ def test_operands_kept_in_blocks_by_hand():
 
 
 def test_the_least_time_of_products_in_blocks_by_hand():
-    """Of 4 sequences of 64 tokens; forward and backward make three times the products of forward."""
+    """4 sequences of 64 tokens; forward and backward together have three times the FLOPs of forward."""
     workload, b200 = of(dtype="bf16-master", seq_len=64), DATASHEET["NVIDIA B200"]
     sizes: dict[str, Any] = {"d_model": 256, "d_ff": 1024, "layers": 3, "heads": 4, "vocabulary": 512}
     workload = msgspec.structs.replace(workload, model=configure("tiny", **sizes))
@@ -357,7 +357,7 @@ def test_of_cuda_graphs_it_says_what_is_not_predicted():
 
 
 def test_blocks_compiled_one_by_one_are_those_of_an_eager_step_with_more_kept_free():
-    """Of fused parts the peaks are the very same; what the allocator reserved was more."""
+    """The stored run has fused parts. Its peaks are those predicted; its allocator reserved more."""
     [file] = (RESULTS / "h100-x2" / "parallel").glob("*-compile-blocks-adamw-fused-aade3db3/run.json")
     run = load_run(file)
     predicted, measured = estimate(textbook(run)), run.evidence.memory

@@ -403,7 +403,7 @@ BESIDE = {"dtype": "bf16"}, {"compile": "default"}, {"compile": "blocks"}, {"gra
 
 @pytest.mark.parametrize("option", OF_BOTH, ids=lambda option: option.flag)
 def test_every_choice_that_a_run_has_is_predicted_or_refused_in_one_line_that_says_what_is(option: Option):
-    """Of the textbook's model; one that is refused is predicted with the first choice that its line names."""
+    """A choice of the textbook's model that is refused is predicted with the first remedy that its line names."""
     assert {*flags_of("run")} - {*flags_of("fit")} == {"--parallel", "--ranks", "--seed"}
     sizes = {"layers": 1, "d_model": 64, "heads": 2, "d_ff": 128, "vocabulary": 128, "seq_len": 64}
 
@@ -434,7 +434,7 @@ def test_a_stored_run_is_predicted_on_another_card():
 
 
 def test_operands_in_blocks_are_answered_by_format():
-    """Of a number of 16 bits, mxfp8 and nvfp4 keep 8.25 and 4.5."""
+    """bf16 keeps 16 bits a number; mxfp8 8 and a scale of 8 for 32; nvfp4 4 and a scale of 8 for 16."""
     found = stepscope.fit("tiny", recipe=["mxfp8", "nvfp4"], device="B200")
     without, mxfp8, nvfp4 = found.answer.tables[0].rows
     assert [row[1] for row in (without, mxfp8, nvfp4)] == [16, 8.25, 4.5]

@@ -287,7 +287,7 @@ def _mark(masking: Any) -> None:
         return None if inside is None else (*inside[:2], packed_sequence_mask)
 
     marked("sliding_window_causal_mask_function", lambda sliding_window: (True, sliding_window, None))
-    # Of a window on both sides transformers counts the keys of one side, without the query's own.
+    # For a window on both sides transformers gives the number of keys on one side, without the query's own.
     marked("sliding_window_bidirectional_mask_function", lambda sliding_window: (False, sliding_window + 1, None))
     marked("packed_sequence_compatibility_function", packed)
     find_packed = masking.find_packed_sequence_indices
