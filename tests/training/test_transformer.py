@@ -242,8 +242,8 @@ def test_with_a_window_no_query_sees_keys_beyond_it(name: Attention):
 def test_a_window_is_refused_where_nothing_computes_it():
     with pytest.raises(InputError, match="attention sdpa-flash takes no sliding window: choose one of"):
         build_model(mini(attention="sdpa-flash", window=3), "cpu")
-    with pytest.raises(InputError, match="parallel context-textbook computes attention without a window"):
-        mini(attention="sdpa", window=3, seq_len=16, parallel="context-textbook", ranks=2)
+    with pytest.raises(InputError, match="parallel context computes attention without a window"):
+        mini(window=3, seq_len=16, parallel="context", ranks=2)  # also where its attention is none that is spread
     with pytest.raises(InputError, match="memory of a step with attention sdpa and a window is not predicted"):
         predicted_attention(mini(attention="sdpa", window=3), "cuda")
     assert predicted_attention(mini(attention="auto", window=3), "cuda") == "flash"

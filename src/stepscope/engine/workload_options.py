@@ -271,6 +271,18 @@ _ARGUMENTS = ("batch_size", "seq_len")
 """Options of a workload that are arguments of a factory with parameters of these names, and of a config.json."""
 
 
+_SAID_IN_A_FILE = {
+    "--d-model": "hidden_size=N",
+    "--d-ff": "intermediate_size=N",
+    "--heads": "num_attention_heads=N",
+    "--kv-heads": "num_key_value_heads=N",
+    "--vocabulary": "vocab_size=N",
+    "--tied": "tie_word_embeddings=true",
+    "--window": "sliding_window=N",
+}
+"""Fields of most config.json files of Hugging Face that say what an option says of the textbook's model."""
+
+
 def _user_workloads(options: Mapping[str, Sequence[Any]]) -> list[FactoryWorkload]:
     """Every combination of the options of a user's modules; none where no module is named."""
     files = [name for name in options.get("model", ()) if is_configuration(name)]
@@ -287,8 +299,9 @@ def _user_workloads(options: Mapping[str, Sequence[Any]]) -> list[FactoryWorkloa
     takes = (*_OF_ANY_MODEL, *_ARGUMENTS, *(("model",) if files else ()))
     strangers = [flag for flag in _flags(options) if flag.removeprefix("--").replace("-", "_") not in takes]
     if strangers:
+        field = _SAID_IN_A_FILE.get(strangers[0], "num_hidden_layers=2")
         whose, instead = (
-            ("--model CONFIG.json", "give a field of the file, as in --arg num_hidden_layers=2")
+            ("--model CONFIG.json", f"give a field of the file, as in --arg {field}")
             if files
             else ("--module", "give the factory an argument, as in --arg width=64")
         )

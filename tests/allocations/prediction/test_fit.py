@@ -331,6 +331,14 @@ def test_a_change_that_adds_to_the_peak_hides_no_other():
     assert fit(workload, budget).plans[0].options == "--attention sdpa"
 
 
+def test_of_a_window_the_fused_attention_is_one_that_is_predicted_with_it():
+    workload = TextbookWorkload(model=configure("small", window=256), seq_len=2048)
+    found = fit(workload, budget_of_memory(14 * GIB))
+    fused = next(way for way in found.ways if way.change == "fused attention")
+    assert (fused.options, fused.fits) == ("--attention flash", True)
+    assert fused.peak_bytes == estimate_quickly(msgspec.structs.replace(workload, attention="flash")).peak_bytes
+
+
 def test_what_the_step_runs_again_already_is_no_cost_of_a_plan():
     workload = of(seq_len=1024, checkpointing="every-12")
     plans = fit(workload, budget_of_memory(7 * GIB)).plans

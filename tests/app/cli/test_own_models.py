@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from stepscope.core.errors import InputError
 from stepscope.core.range_names import PHASES
+from stepscope.engine.workload_options import ManyWorkloads
 from tests.command import stepscope
 
 pytestmark = pytest.mark.slow
@@ -216,6 +218,8 @@ def test_gradients_of_ones_own_by_its_modules(own: Path):
 def test_sizes_belong_to_the_textbook_s_model(own: Path):
     done = stepscope("run", "--module", "own.py:make", "--layers", 2, cwd=own)
     assert done.returncode == 2 and "--layers belongs to the textbook's model" in done.stderr
+    with pytest.raises(InputError, match="as in --arg sliding_window=N"):
+        ManyWorkloads({"model": ("config.json",), "window": (256,)}).workloads()
 
 
 @pytest.mark.parametrize(

@@ -466,7 +466,8 @@ def _levers(workload: Workload) -> Iterator[Lever]:
     """The levers that this workload has left, those that cost nothing first. Groups of
     checkpointed blocks are not among them (`_groups`): of those the search takes the best."""
     if workload.attention is not None and scores_of(workload.attention) == "whole":
-        yield (setting("fused attention", "--attention", "sdpa"),)
+        windowed = workload.sizes is not None and workload.sizes.window is not None  # PyTorch's would make a mask of it
+        yield (setting("fused attention", "--attention", "flash" if windowed else "sdpa"),)
     if workload.optimizer in ("adamw-foreach", "adamw-loop"):
         yield (setting("fused AdamW", "--optimizer", "adamw-fused"),)
     if workload.dtype in ("fp32", "tf32"):
@@ -656,10 +657,9 @@ class _Search(Generic[W]):
 
     def _runnable(self, lever: Lever) -> Lever:
         """The settings up to the strongest with which the step runs: a micro-batch may have too few rows."""
-        count = len(lever)
-        while count and self._peak(lever[count - 1 : count]) is None:
-            count -= 1
-        return lever[:count]
+        while lever and self._peak(lever[-1:]) is None:
+            lever = lever[:-1]
+        return lever
 
     def _best_group(self, groups: Lever) -> Change | None:
         """The group of the lowest peak. Larger ones keep fewer inputs and hold more at once, so that the peak falls and
