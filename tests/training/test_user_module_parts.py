@@ -28,7 +28,7 @@ from stepscope.recording.step import drive
 from stepscope.runs.answer import answer_run
 from stepscope.runs.checks import check_run
 from stepscope.training.attention import implementation
-from stepscope.training.attention.pytorch import attention_found, calls_held, swap_attention
+from stepscope.training.attention.pytorch import as_captured, attention_found, calls_held, swap_attention
 from stepscope.training.parts.replaced import absent_from, join_projections, joined, projections_found, replace_parts
 from stepscope.training.user_module.loading import make_user_step
 from stepscope.training.user_module.module_step import ModuleStep
@@ -618,6 +618,38 @@ def test_compiled_models_have_no_masks_either():
     undo = swap_attention(model, "reference", implementation("reference"))
     model.compile(backend="eager", fullgraph=True)
     assert apart(gradients(model, position_ids=PACKED.to(DEVICE)), own) < 1e-6
+    undo()
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "ViT"])
+def test_blocks_get_the_same_masks_before_a_capture_as_in_it(name: str, monkeypatch: pytest.MonkeyPatch):
+    """transformers makes a mask where a CUDA graph is captured, and none elsewhere: compiled blocks would compile in
+    the capture. Of a bidirectional model some releases make one of ones; a swapped attention needs none."""
+    if name == "ViT":
+        transformers: Any = pytest.importorskip("transformers", reason="its models are swapped")
+        config = transformers.ViTConfig(image_size=8, patch_size=4, **SMALL)
+        model = transformers.ViTForImageClassification(config).to(DEVICE)
+        batch = {"pixel_values": torch.randn(2, 3, 8, 8, device=DEVICE)}
+        monkeypatch.setattr("transformers.masking_utils._ignore_bidirectional_mask_sdpa", lambda *_: False)  # 5.17
+    else:
+        model, batch = hugging_face(name), {"input_ids": torch.arange(1, 25, device=DEVICE).view(2, 12)}
+        model.config.use_sliding_window = False
+    block = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))[0]
+    masks: list[Any] = []
+    block.register_forward_pre_hook(lambda _, args, more: masks.append([*args, *more.values()][1]), with_kwargs=True)
+
+    def seen(*, capturing: bool) -> bool:
+        monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing)
+        model(**batch)
+        return isinstance(masks[-1], Tensor)
+
+    with as_captured():
+        before = seen(capturing=False)
+    assert before == seen(capturing=True)
+    assert before
+    undo = swap_attention(model, "sdpa", implementation("sdpa"))
+    assert not seen(capturing=True)
+    assert not seen(capturing=False)
     undo()
 
 

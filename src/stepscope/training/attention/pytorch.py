@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -255,7 +256,8 @@ def _register(own: str, name: str, function: AttentionFunction) -> None:
             return make_mask(*args, **of_call)
         if said.window is None and said.bounds is None:
             if not said.causal:
-                return make_mask(**of_call)
+                # Some releases of transformers make a mask of ones wherever they are compiled or captured.
+                return None if of_call.get("allow_is_bidirectional_skip") else make_mask(**of_call)
             if own == "sdpa":
                 return None
         said.make = functools.partial(make_mask, **of_call)
@@ -386,6 +388,23 @@ def _own_attention(module: Any, own: str) -> Callable[..., Any]:
 
 def _tensor(mask: Any) -> Any:
     return mask.tensor() if isinstance(mask, _Mask) else mask
+
+
+@contextlib.contextmanager
+def as_captured() -> Iterator[None]:
+    """While it runs, transformers makes the masks that it makes while a CUDA graph is captured: tensors where it makes
+    none elsewhere. Steps before a capture run so too, since compiled blocks that got no mask until then would compile
+    anew inside the capture, which no capture outlives."""
+    checks: Any = sys.modules.get("transformers.utils.import_utils")
+    own = getattr(checks, "is_cuda_stream_capturing", None)
+    if own is None:
+        yield
+        return
+    checks.is_cuda_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        checks.is_cuda_stream_capturing = own
 
 
 _HELD_LENGTH, _SPREAD = 256, 8.0

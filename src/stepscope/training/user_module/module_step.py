@@ -25,7 +25,7 @@ from stepscope.core.workloads import Workload
 from stepscope.kernels.parts.projections import lie_together
 from stepscope.recording.step import Phase
 from stepscope.training.attention import implementation
-from stepscope.training.attention.pytorch import attention_found, calls_held, swap_attention
+from stepscope.training.attention.pytorch import as_captured, attention_found, calls_held, swap_attention
 from stepscope.training.checkpointing import OUTPUTS_KEPT_OF_ANY, KeptCalls, checkpointed
 from stepscope.training.optimizer import updated_by
 from stepscope.training.parts.replaced import absent_from, join_projections, joined, projections_found, replace_in
@@ -407,10 +407,11 @@ class ModuleStep(AssembledStep):
         super().__init__(parts_of(user_module, choices, blocks), choices, device, share)
 
     def _forward(self, micro: int) -> None:
-        if FORWARD in self._first.done:
-            super()._forward(micro)
-            return
-        self._first.run(FORWARD, lambda: self._first_forward(micro))
+        with as_captured() if self._graphs is not None else contextlib.nullcontext():
+            if FORWARD in self._first.done:
+                super()._forward(micro)
+                return
+            self._first.run(FORWARD, lambda: self._first_forward(micro))
         assert self.loss is not None
         check_gradient(self.loss, self.user_module.name)
 
@@ -428,7 +429,8 @@ class ModuleStep(AssembledStep):
             )
 
     def _infer(self, micro: int) -> None:
-        self._first.run(FORWARD, lambda: super(ModuleStep, self)._infer(micro))
+        with as_captured() if self._graphs is not None else contextlib.nullcontext():
+            self._first.run(FORWARD, lambda: super(ModuleStep, self)._infer(micro))
 
     def _backward(self) -> None:
         self._first.run(BACKWARD, super()._backward)
