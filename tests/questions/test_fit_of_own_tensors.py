@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import stepscope
 from stepscope.core.errors import InputError
@@ -180,3 +181,36 @@ def test_where_no_sequence_of_so_many_tokens_fits_the_largest_batch_is_said(file
     assert largest
     more = command("fit", "--module", f"{file}:text", "--arg", f"batch_size={largest + 1}", "--memory", "72MiB")
     assert f"The largest batch that fits is {largest:,}" in " ".join(more.stdout.split())
+
+
+class Sums(nn.Module):
+    """Two layers of one input in numbered blocks, and one behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, 512, bias=False) for _ in range(2))
+        self.head = nn.Linear(512, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, again: bool = False) -> Tensor:
+        first, second = (checkpoint(block, x, use_reentrant=False) if again else block(x) for block in self.blocks)
+        return self.head(first + second)
+
+
+def test_operands_in_blocks_of_a_module_by_hand():
+    """128 rows: both blocks keep one input of 128 x 256 numbers in the format, beside the batch; the head keeps its own
+    in 16 bits. Blocks have two products each, since the batch has no gradient, and the head three."""
+    rows, u = torch.randn(128, WIDTH, dtype=torch.bfloat16), 2 * 128 * WIDTH * 512
+    asked: Any = {"recipe": ["mxfp8", "nvfp4"], "device": "B200", "dtype": "bf16-pure"}
+    found = stepscope.fit(Sums(), rows, square, **asked)
+    cells: Any = found.answer.tables[0].rows
+    plain, mxfp8, nvfp4 = ((row[3], row[-1]) for row in cells)
+    assert mxfp8[0] - plain[0] == 128 * WIDTH * 33 / 32 and nvfp4[0] - plain[0] == 128 * WIDTH * 9 / 16 + 512
+    assert [plain[1], nvfp4[1]] == pytest.approx([7 * u / 2.25e15, 4 * u / 9e15 + 3 * u / 2.25e15])
+    again = stepscope.fit(Sums(), (rows, True), square, **asked, accumulation=4)
+    assert again.answer.tables[0].rows[1][-1] == pytest.approx(6 * u / 4.5e15 + 3 * u / 2.25e15), "with what runs again"
+    with pytest.raises(
+        InputError, match=r"no linear layer of Sums.*mxfp8 \(blocks.0: blocks of 32 do not divide 100\)"
+    ):
+        stepscope.fit(Sums(), rows[:100], square, **asked)
+    with pytest.raises(InputError, match="not of fp32's: choose dtype bf16"):
+        stepscope.fit(Sums(), rows, square, recipe="mxfp8", dtype="fp32")

@@ -258,6 +258,9 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
 }
 """Formats of blocks by name. `nvfp4-square` has weights in squares of 16, so that both passes see the same numbers."""
 
+MULTIPLIED_BLOCKS = tuple(name for name, form in BLOCK_FORMATS.items() if form.element.startswith("fp"))
+"""Those whose products hardware has: of floating-point elements."""
+
 
 def block_format(name: str) -> BlockFormat:
     """The block format of this name, or an InputError that lists them."""

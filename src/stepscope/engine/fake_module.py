@@ -128,14 +128,16 @@ def watch_fake_step(workload: TextbookWorkload, *, workspace_bytes: int = WORKSP
     return watched
 
 
-def run_steps(step: AssembledStep, watch: fake_memory.FakeMemory, count: int, *, on_host: bool = True) -> None:
+def run_steps(
+    step: AssembledStep, watch: fake_memory.FakeMemory, count: int, *recorders: Recorder, on_host: bool = True
+) -> None:
     """Run so many steps; the watch keeps the phases of the last. on_host: as in `label_residents`."""
     phases = _FakePhases(step, watch)
     for _ in range(count):
         watch.steps.append((len(watch.events), [*watch.phases]))
         watch.phases.clear()
         step.prepare()
-        drive(step, phases)
+        drive(step, phases, *recorders)
         label_residents(step, watch, on_host=on_host)
 
 
@@ -341,14 +343,14 @@ def watch_module_step(
     steps: int = STEPS_BEFORE + 1,
     module: Callable[[], UserModule] | None = None,
     tell: Tell = lambda _: None,
-    describes: bool = False,
+    **how: Any,
 ) -> WatchedModule:
     """Make and run `steps` steps on fake tensors. Raises InputError for replayed CUDA graphs, for steps of the user's
     own, and for operators that depend on data. What is compiled runs without.
 
     batch_size: samples in a step, in place of the factory's. It is given as the argument of this name, or the batch is
-    repeated. module: returns a copy of a module that exists already, in place of what the factory would make.
-    """
+    repeated. module: returns a copy of a module that exists already, in place of what the factory would make. how: of
+    `watch_module`."""
     if workload.graph == "step" or workload.compile in ("reduce-overhead", "max-autotune"):
         what = "graph step" if workload.graph == "step" else f"compile {workload.compile}"
         raise InputError(f"{what} replays CUDA graphs, which fake tensors cannot: leave it out, or measure the step")
@@ -360,7 +362,7 @@ def watch_module_step(
     if workload.optimizer in OF_LIBRARIES:
         of_library(workload.optimizer)  # before all that takes longer
     if module is not None:
-        return watch_module(module().on(_CPU), workload, device_type, batch_size=batch_size, steps=steps)
+        return watch_module(module().on(_CPU), workload, device_type, batch_size=batch_size, steps=steps, **how)
     arguments, by_argument = (
         workload.arguments,
         batch_size is not None and default_of(workload.factory, "batch_size") is not None,
@@ -373,7 +375,7 @@ def watch_module_step(
     tell(Stage(name=f"{type(user_module.module).__name__}: {parameters:,} parameters", lasts=True))
     tell(Stage(name="running a step on fake tensors"))
     resized = None if by_argument else batch_size
-    return watch_module(user_module, workload, device_type, batch_size=resized, steps=steps, describes=describes)
+    return watch_module(user_module, workload, device_type, batch_size=resized, steps=steps, **how)
 
 
 def _loaded(workload: FactoryWorkload, arguments: Mapping[str, Any]) -> UserModule:
@@ -396,9 +398,10 @@ def watch_module(
     batch_size: int | None = None,
     steps: int = STEPS_BEFORE + 1,
     describes: bool = False,
+    around: Callable[[nn.Module], contextlib.AbstractContextManager[Sequence[Recorder]]] | None = None,
 ) -> WatchedModule:
     """Run the step of a real module. Afterwards the module has fake parameters. describes: whether its allocations get
-    names and shapes."""
+    names and shapes. around: a context of the steps, of the model; its recorders are told of them."""
     if workload.projections == "joint":  # without the trial of its numbers, which fake tensors have not
         join_projections(user_module.module)
     watch = fake_memory.FakeMemoryOfOwn(
@@ -441,7 +444,8 @@ def watch_module(
             # One that compiles its update, as torchao's do, runs it uncompiled: no compiler follows these modes.
             modes.enter_context(torch.compiler.set_stance("force_eager"))
         try:
-            run_steps(step, watch, steps, on_host=on_host)
+            recorders = modes.enter_context(around(step.model)) if around else ()
+            run_steps(step, watch, steps, *recorders, on_host=on_host)
         except InputError as error:
             # What a CPU has no kernel for is no fault of a step that is predicted for a GPU.
             if not on_host or (why := _of_gpus_alone(error.__cause__)) is None:
@@ -451,7 +455,6 @@ def watch_module(
                 f"what it calls ({why}); measure it on the GPU with stepscope run"
             ) from error
         watch.recurrent, watch.grouped_flex = as_on_cuda.recurrent, as_on_cuda.grouped_flex
-        parameter_bytes = sum(p.numel() * p.element_size() for p in fake.whole.parameters())
         model = describe_module(step.model, step.named_tensors(step.batches[-rotation]), [])  # its first batch
         by_factory = user_module.optimizer is not None and step.optimizer is user_module.optimizer
         described = msgspec.structs.replace(
@@ -469,7 +472,7 @@ def watch_module(
     return WatchedModule(
         watch=watch,
         built=built,
-        parameter_bytes=parameter_bytes,
+        parameter_bytes=sum(p.numel() * p.element_size() for p in fake.whole.parameters()),
         workload=described,
         alike=alike,
         without_state_bytes=sum(parameter.nbytes for parameter in stateless),
@@ -638,8 +641,7 @@ class FakePredictor:
         device_type: DeviceType,
         module: Callable[[], UserModule] | None,
         tell: Tell = lambda _: None,
-        *,
-        describes: bool = False,
+        **how: Any,
     ) -> None:
         self._module, self._tell = module, tell
         self.expected = 0
@@ -655,7 +657,7 @@ class FakePredictor:
             begun_s = time.perf_counter()
             tell(stage)
 
-        self.first = self._run(workload, tell=told, describes=describes)
+        self.first = self._run(workload, tell=told, **how)
         self._seconds.append(time.perf_counter() - begun_s)
         self.workload = self.first.workload
         self.estimate = self._estimate(self.first)

@@ -5,17 +5,39 @@ import ctypes
 import gc
 import importlib
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from stepscope.allocations.prediction.estimate import DeviceType, HeldTensor
-from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit, judge
-from stepscope.core.errors import InputError
-from stepscope.core.workloads import FactoryWorkload
+from stepscope.allocations.prediction.answer import AnyFit, doubts
+from stepscope.allocations.prediction.estimate import (
+    DeviceType,
+    HeldTensor,
+    InBlocks,
+    answer_in_blocks,
+    check_operands,
+    textbook_in_blocks,
+)
+from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit, SymbolicPredictor, judge
+from stepscope.core.answer import Answer, Line
+from stepscope.core.device_spec import DeviceSpec, device_named
+from stepscope.core.errors import InputError, choose
+from stepscope.core.evidence import MemoryCategory
+from stepscope.core.float_formats import BLOCK_FORMATS, MULTIPLIED_BLOCKS, BlockFormat
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.core.units import counted
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, Workload
 from stepscope.engine.request import Stage, Tell
 from stepscope.engine.user_code import answer_apart, ask_apart, tell_asker
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from stepscope.recording.fake_memory import FakeMemory
+    from stepscope.recording.step import Recorder
+    from stepscope.training.user_module.module_step import UserModule
 
 _Kind = TypeVar("_Kind")
 
@@ -29,6 +51,8 @@ class Request(msgspec.Struct, frozen=True):
     search: bool
     tensors: bool = False
     """Whether the tensors at the peak are asked for, in place of what fits."""
+    forms: tuple[BlockFormat, ...] = ()
+    """Formats of blocks whose operands are asked for, in place of what fits."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -36,6 +60,22 @@ class Held(msgspec.Struct, frozen=True):
 
     fit: Fit[FakeEstimate]
     tensors: tuple[HeldTensor, ...]
+
+
+class OwnInBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step holds and multiplies, with operands of its dtype and in formats of blocks."""
+
+    fit: Fit[FakeEstimate]
+    """The prediction without blocks."""
+    states: dict[MemoryCategory, int]
+    """Bytes on the device before the optimizer's step, by category."""
+    rows: tuple[InBlocks, ...]
+    layers: int
+    """Linear layers whose products take operands in blocks, in the format that fewest take."""
+    left: dict[str, str]
+    """Why others do not, by path."""
+    unknown: tuple[str, ...]
+    """Operators whose FLOPs nobody knows, which are not counted."""
 
 
 _MMAP_THRESHOLD = -3
@@ -63,6 +103,12 @@ def fit_apart(
 def held_apart(workload: FactoryWorkload, tell: Tell) -> Held:
     """What a step holds at its peak on a GPU. Raises InputError for what cannot be predicted."""
     return _asked(Request(workload, (), "cuda", search=False, tensors=True), Held, tell)
+
+
+def in_blocks_apart(workload: FactoryWorkload, forms: Sequence[BlockFormat], tell: Tell) -> OwnInBlocks:
+    """What a step holds and multiplies on a GPU by the format of its operands. Raises InputError as `in_blocks`."""
+    check_operands(workload.dtype)
+    return _asked(Request(workload, (), "cuda", search=False, forms=tuple(forms)), OwnInBlocks, tell)
 
 
 def _asked(
@@ -109,6 +155,8 @@ def main(request: str) -> str:
 
     if options.tensors:
         return msgspec.json.encode(held_at_peak(options, tell)).decode()
+    if options.forms:
+        return msgspec.json.encode(in_blocks(options.workload, options.forms, tell)).decode()
     fits = fit_module(
         options.workload, options.budgets, options.device_type, search=options.search, know=tell, tell=tell
     )
@@ -143,6 +191,127 @@ def held_at_peak(request: Request, tell: Tell = lambda _: None) -> Held:
 
 _NAMED = ("parameters", "frozen quantised weights", "gradients", "optimizer state", "inputs")
 """Categories whose tensors have names of their own."""
+
+
+def in_blocks(
+    workload: FactoryWorkload,
+    forms: Sequence[BlockFormat],
+    tell: Tell = lambda _: None,
+    module: "Callable[[], UserModule] | None" = None,
+) -> OwnInBlocks:
+    """What a step holds and multiplies by the format of its operands: one prediction for each.
+
+    module: as in `fit_module`. Raises InputError for what cannot be predicted, a dtype without operands of 16 bits, and
+    a format that no linear layer takes.
+    """
+    from stepscope.engine.fake_module import FakePredictor
+    from stepscope.recording.flops import FlopCounts
+    from stepscope.training.scaled_products import OperandSizes
+
+    check_operands(workload.dtype)
+    rows: list[InBlocks] = []
+    few: list[OperandSizes] = []
+
+    def predicted(form: BlockFormat | None, told: Tell) -> tuple[FakePredictor, FlopCounts]:
+        """Add the row of a format, or of none."""
+        counts, sizes = FlopCounts("half"), None if form is None else OperandSizes(form)
+
+        @contextlib.contextmanager
+        def around(model: "nn.Module") -> "Iterator[Sequence[Recorder]]":
+            with contextlib.nullcontext() if sizes is None else sizes.applied(model), counts.counting():
+                yield (counts,) if sizes is None else (counts, sizes)
+
+        found = FakePredictor(workload, "cuda", module, told, around=around)
+        if sizes is not None:
+            few.append(sizes)
+            if not sizes.taken:
+                path, why = next(iter(sizes.left.items()), ("", ""))
+                words = f"{path}: {why}" if why else "its step calls none"
+                whose = f"no linear layer of {found.workload.name} takes operands in {sizes.form.name}"
+                raise InputError(f"{whose} ({words}): change the sizes")
+        # Of many micro-batches a few were run.
+        times = workload.accumulation / sum(phase.name == FORWARD for phase in found.first.watch.phases)
+        work = {phase: each.flops for phase, each in counts.work.items()}
+        others = sum(work.values()) + (times - 1) * (work.get(FORWARD, 0) + work.get(BACKWARD, 0))
+        memory, taken = found.estimate.memory, round(times * sizes.flops) if sizes else 0
+        rows.append(InBlocks(form, memory.saved_for_backward, found.estimate.peak_bytes, taken, round(others)))
+        return found, counts
+
+    plain, counts = predicted(None, tell)
+    for form in forms:
+        tell(Stage(name=f"running a step with operands in {form.name}"))
+        predicted(form, lambda _: None)
+    fewest = min(few, key=lambda sizes: len(sizes.taken))
+    return OwnInBlocks(
+        fit=judge(plain, None),
+        states=_states(plain.first.watch),
+        rows=tuple(rows),
+        layers=len(fewest.taken),
+        left=fewest.left,
+        unknown=tuple(sorted(counts.unknown)),
+    )
+
+
+def _states(watch: "FakeMemory") -> dict[MemoryCategory, int]:
+    """Bytes on the device when the optimizer begins, or the step ends, by category."""
+    last = watch.phases[-1]
+    alive: set[int] = set()
+    for event in watch.events[: last.start if last.name == OPTIMIZER else last.end]:
+        if event >= 0:
+            alive.add(event)
+        else:
+            alive.remove(~event)
+    states: Counter[MemoryCategory] = Counter()
+    for each in (watch.allocations[index] for index in alive):
+        states[each.category] += each.nbytes * each.on_device
+    return dict(states)
+
+
+def fit_in_blocks(
+    step: Workload,
+    recipe: Sequence[str],
+    budgets: Sequence[Budget],
+    devices: Sequence[str],
+    words: tuple[str, str],
+    *,
+    dtype_is_given: bool,
+    module: "Callable[[], UserModule] | None" = None,
+    tell: Tell = lambda _: None,
+) -> tuple[Answer, AnyFit]:
+    """The Answer on a step with operands in these formats of blocks, and the prediction of it without. A dtype that is
+    not given is one whose operands have 16 bits.
+
+    words: what says the formats and the devices, in messages. module: as in `in_blocks`; of another workload of a
+    user's module, its factory runs in a process of its own. Raises InputError for several devices, and for what has no
+    such products.
+    """
+    if not recipe:
+        raise InputError(f"{words[0]} is an empty list: name at least one format of blocks")
+    if len(budgets) > 1:
+        raise InputError(f"{words[0]} looks at one device, and {words[1]} names {len(budgets)}: name one")
+    forms = [BLOCK_FORMATS[choose(name, MULTIPLIED_BLOCKS, "recipe")] for name in dict.fromkeys(recipe)]
+    spec = device_named(devices[0]) if devices else None
+    usable = budgets[0].usable_bytes if budgets else None
+    if not dtype_is_given:
+        step = msgspec.structs.replace(step, dtype="bf16-master" if isinstance(step, TextbookWorkload) else "bf16")
+    if isinstance(step, TextbookWorkload):
+        return textbook_in_blocks(step, forms, spec, usable), judge(SymbolicPredictor(step), None)
+    assert isinstance(step, FactoryWorkload)
+    found = in_blocks_apart(step, forms, tell) if module is None else in_blocks(step, forms, tell, module)
+    return answer_own_in_blocks(found, spec, usable), found.fit
+
+
+def answer_own_in_blocks(found: OwnInBlocks, spec: DeviceSpec | None, usable_bytes: int | None) -> Answer:
+    """The Answer on what a step of a user's module holds by the format of its operands."""
+    stay = f"{counted(found.layers, 'linear layer')} take them; all other products stay in 16 bits"
+    if found.left:
+        path, why = next(iter(found.left.items()))
+        stay += f", among them {counted(len(found.left), 'linear layer')}, as {path}: {why}"
+    answer = answer_in_blocks(found.fit.workload, found.states, found.rows, f"{stay}.", (spec, usable_bytes))
+    lead = [*answer.lead, *doubts(found.fit)]
+    if found.unknown and spec is not None:
+        lead.append(Line(f"Nobody knows the FLOPs of {', '.join(found.unknown)}: the time leaves them out.", "care"))
+    return msgspec.structs.replace(answer, lead=tuple(lead))
 
 
 if __name__ == "__main__":

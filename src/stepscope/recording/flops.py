@@ -101,7 +101,7 @@ _NAMES = {
 
 
 class FlopCounts(TorchDispatchMode, Recorder):
-    """Counts the FLOPs of the next step by phase, of every operator below autograd and autocast. The step must run
+    """Counts the FLOPs of the last step by phase, of every operator below autograd and autocast. The step must run
     eagerly: a compiled region calls no operators."""
 
     supports_higher_order_operators = True
@@ -127,6 +127,9 @@ class FlopCounts(TorchDispatchMode, Recorder):
         """A context in which operators are counted, for a program in which nothing is compiled."""
         with self._triton_launches(), self:
             yield self
+
+    def step_begins(self) -> None:
+        self._flops.clear()
 
     def phase_begins(self, name: str) -> None:
         self._phase = name

@@ -25,8 +25,9 @@ import contextlib
 import functools
 import importlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
@@ -34,12 +35,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.weak import TensorWeakRef
 
 from stepscope.core.attention_support import triton_fault
 from stepscope.core.errors import InputError
 from stepscope.core.float_formats import FORMATS, BlockFormat, FloatFormat
 from stepscope.core.precisions import check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.recording.precision import scaled_mm
+from stepscope.recording.step import Recorder
 
 By = Literal["tensor", "row"]
 
@@ -386,6 +390,13 @@ def block_products(model: nn.Module, recipe_of: Callable[[str], Recipe | None]) 
 
     Linear are `F.linear`, and `torch.addmm` with a parameter; products of other operators stay as they are.
     """
+    with _running(model) as running, _Linears(lambda: recipe_of(running())):
+        yield
+
+
+@contextlib.contextmanager
+def _running(model: nn.Module) -> Iterator[Callable[[], str]]:
+    """While open, tells the path of the module whose forward runs."""
     running: list[str] = []
 
     def leave(*_: object) -> None:
@@ -395,14 +406,18 @@ def block_products(model: nn.Module, recipe_of: Callable[[str], Recipe | None]) 
         for path, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(_Linears(lambda: recipe_of(running[-1] if running else "")))
-        yield
+        yield lambda: running[-1] if running else ""
+
+
+def _block_of(path: str) -> int | None:
+    """The number of the block that a module is in."""
+    return next((int(part) for part in path.split(".") if part.isdigit()), None)
 
 
 def first_and_last(paths: Sequence[str]) -> set[str]:
     """The paths of the linear layers that recipes leave alone: those outside of numbered blocks, and those in the first
     and the last block where there are more than two; without numbered blocks, the first and the last layer."""
-    numbers = {path: next((int(part) for part in path.split(".") if part.isdigit()), None) for path in paths}
+    numbers = {path: _block_of(path) for path in paths}
     known = [number for number in numbers.values() if number is not None]
     if not known:
         return {paths[0], paths[-1]}
@@ -430,8 +445,7 @@ class _Linears(TorchFunctionMode):
 
 
 def _linear(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    device = input.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    dtype = _dtype_of(input)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1]).to(dtype)
     product: Tensor = _BlockProducts.apply(rows, weight.to(dtype), recipe)  # pyright: ignore[reportAssignmentType]
     product = product.view(*input.shape[:-1], weight.shape[0])
@@ -484,3 +498,131 @@ def _rotated(*operands: Tensor) -> list[Tensor]:
         filled = F.pad(operand.float(), (0, -operand.shape[1] % _ROTATED)).contiguous()
         turned.append(_in_fp32(filled.view(-1, _ROTATED), turn.t(), torch.float32).view(filled.shape))
     return turned
+
+
+# Their sizes alone, to predict memory: nothing is rounded or multiplied, and what a GPU that multiplies such blocks
+# would make is made and kept.
+
+
+@dataclass(eq=False)
+class OperandSizes(Recorder):
+    """Linear layers of a model in blocks of a format, as tensors of bytes, for a step on fake tensors.
+
+    A layer keeps its input in the format, laid out as the weight's gradient takes it; layers of one input keep it once.
+    All other operands are there for a product alone (`allocations/prediction/estimate.py`).
+    """
+
+    form: BlockFormat
+    taken: set[str] = field(default_factory=set[str])
+    """Paths of the modules whose products take such operands."""
+    left: dict[str, str] = field(default_factory=dict[str, str])
+    """Why others do not, by path."""
+    flops: int = 0
+    """Of the products in blocks of the last step, with what is computed again."""
+    _last: tuple["weakref.ref[Any]", tuple[int, ...], TensorWeakRef] | None = None
+    """The storage and the shape of the input that was last kept, and it in the format."""
+
+    def step_begins(self) -> None:
+        self.flops = 0
+
+    @contextlib.contextmanager
+    def applied(self, model: nn.Module) -> Iterator["OperandSizes"]:
+        """While open, linear layers in numbered blocks of the model, or all where there are none, are of these sizes.
+
+        They are found where they are called: a mode would miss those that a checkpoint runs again in backward.
+        """
+        is_numbered = any(_block_of(path) is not None for path, _ in model.named_modules())
+        linear, addmm = F.linear, torch.addmm
+        with _running(model) as running, contextlib.ExitStack() as undo:
+
+            def takes(input: Tensor, weight: Tensor) -> bool:
+                path = running()
+                if is_numbered and _block_of(path) is None:
+                    return False
+                why = self._unlike(input, weight)
+                if why is not None:
+                    self.left[path] = why
+                else:
+                    self.taken.add(path)
+                return why is None
+
+            def sized(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+                return self._linear(input, weight, bias) if takes(input, weight) else linear(input, weight, bias)
+
+            def sized_addmm(*args: Any, **kwargs: Any) -> Tensor:
+                if len(args) == 3 and not kwargs and isinstance(args[2], nn.Parameter) and takes(args[1], args[2].t()):
+                    return self._linear(args[1], args[2].t(), args[0])
+                return addmm(*args, **kwargs)
+
+            for place, name, function in ((F, "linear", sized), (torch, "addmm", sized_addmm)):
+                undo.callback(setattr, place, name, getattr(place, name))
+                setattr(place, name, function)
+            yield self
+
+    def _unlike(self, input: Tensor, weight: Tensor) -> str | None:
+        """Why the products of a layer cannot take operands in blocks, in words; None where they can."""
+        if is_traceable_wrapper_subclass(weight) or not weight.is_floating_point():
+            return "its weight is quantised"
+        if (bits := 8 * _dtype_of(input).itemsize) != 16:
+            return f"its operands have {bits} bits"
+        sizes = (*weight.shape, input.numel() // max(1, input.shape[-1]))
+        uneven = [size for size in sizes if size % (self.form.size or 1)]
+        return f"blocks of {self.form.size} do not divide {uneven[0]}" if uneven else None
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype, rows = _dtype_of(input), input.reshape(-1, input.shape[-1])
+        product: Tensor = _SizedProducts.apply(rows, weight, self, dtype)  # pyright: ignore[reportAssignmentType]
+        product = product.view(*input.shape[:-1], weight.shape[0])
+        return product if bias is None else product + bias.to(dtype)
+
+    def bytes_of(self, like: Tensor, rows: int, columns: int, *, weight: bool = False) -> Tensor:
+        """An operand (rows, columns) in blocks along its columns."""
+        return like.new_empty(self.form.bytes_of(rows, columns, weight=weight), dtype=torch.uint8)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """An input (rows, K) in the format, as the weight's gradient takes it: the one that is kept already, if any."""
+        storage = x.untyped_storage()
+        if self._last is not None and self._last[0]() is storage and self._last[1] == tuple(x.shape):
+            before = self._last[2]()
+            if before is not None:
+                return before
+        made = self.bytes_of(x, x.shape[1], x.shape[0])
+        self._last = weakref.ref(storage), tuple(x.shape), TensorWeakRef(made)
+        return made
+
+
+def _dtype_of(input: Tensor) -> torch.dtype:
+    """The dtype in which a linear layer multiplies."""
+    device = input.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+
+
+class _SizedProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, sizes: OperandSizes, dtype: torch.dtype) -> Tensor:
+        (rows, inner), outer = x.shape, weight.shape[0]
+        sizes.flops += 2 * rows * inner * outer
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(sizes.kept(x))
+        ctx.of = sizes, x.dtype, weight.dtype, dtype, (rows, inner, outer)
+        _operands = sizes.bytes_of(x, rows, inner), sizes.bytes_of(x, outer, inner, weight=True)
+        return x.new_empty(rows, outer, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        sizes, of_x, of_weight, dtype, (rows, inner, outer) = ctx.of
+        (dy,), dx, dw = gradients, None, None
+        along = across = turned = None
+        if ctx.needs_input_grad[0]:
+            along, turned = sizes.bytes_of(dy, rows, outer), sizes.bytes_of(dy, inner, outer, weight=True)
+        if ctx.needs_input_grad[1]:
+            _kept, across = ctx.saved_tensors, sizes.bytes_of(dy, outer, rows)
+        if ctx.needs_input_grad[0]:
+            sizes.flops += 2 * rows * inner * outer
+            dx = dy.new_empty(rows, inner, dtype=dtype).to(of_x)
+        del along, turned
+        if ctx.needs_input_grad[1]:
+            sizes.flops += 2 * rows * inner * outer
+            dw = dy.new_empty(outer, inner, dtype=dtype).to(of_weight)
+        del across
+        return dx, dw, None, None

@@ -8,12 +8,13 @@ import pytest
 
 from stepscope.allocations.prediction.answer import answer_fit, answer_moments
 from stepscope.allocations.prediction.estimate import (
-    answer_in_blocks,
+    InBlocks,
     estimate,
     estimate_in_blocks,
     estimate_quickly,
     least_product_s,
     runs_within,
+    textbook_in_blocks,
 )
 from stepscope.allocations.prediction.fit import (
     GRAPH_SAFETY,
@@ -33,7 +34,7 @@ from stepscope.allocations.prediction.fit import (
 )
 from stepscope.allocations.prediction.layouts import memory_of_ranks, sharded_peak
 from stepscope.core.checkpointing import keeping
-from stepscope.core.device_spec import DATASHEET
+from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.float_formats import BLOCK_FORMATS
 from stepscope.core.formulas.transformer import parameter_count, step_flops
@@ -252,23 +253,28 @@ def test_the_least_time_of_products_in_blocks_by_hand():
     workload = msgspec.structs.replace(workload, model=configure("tiny", **sizes))
     linear = 3 * 2 * 256 * 3 * (4 * 256**2 + 3 * 256 * 1024)
     others = step_flops(workload) - linear
-    assert least_product_s(workload, BLOCK_FORMATS["nvfp4"], b200) == pytest.approx(linear / 9e15 + others / 2.25e15)
-    assert least_product_s(workload, None, b200) == pytest.approx((linear + others) / 2.25e15)
+
+    def least(name: str | None, spec: DeviceSpec) -> float | None:
+        return least_product_s(
+            InBlocks(BLOCK_FORMATS[name] if name else None, 0, 0, linear, others), workload.dtype, spec
+        )
+
+    assert least("nvfp4", b200) == pytest.approx(linear / 9e15 + others / 2.25e15)
+    assert least(None, b200) == pytest.approx((linear + others) / 2.25e15)
     h100, amd = DATASHEET["NVIDIA H100 80GB HBM3"], DATASHEET["AMD Instinct MI355X"]
-    assert least_product_s(workload, BLOCK_FORMATS["mxfp8"], h100) is None
-    assert least_product_s(workload, BLOCK_FORMATS["fp8-row"], h100) == pytest.approx(
-        linear / 1978.9e12 + others / 989.4e12
-    )
-    assert least_product_s(workload, BLOCK_FORMATS["nvfp4"], amd) is None
-    said = shown(answer_in_blocks(workload, [BLOCK_FORMATS["mxfp8"]], h100, h100.memory_bytes))
+    assert least("mxfp8", h100) is None and least("nvfp4", amd) is None
+    assert least("fp8-row", h100) == pytest.approx(linear / 1978.9e12 + others / 989.4e12)
+    seconds = textbook_in_blocks(workload, [BLOCK_FORMATS["nvfp4"]], b200, None).tables[0].rows[1][-1]
+    assert seconds == pytest.approx(linear / 9e15 + others / 2.25e15)
+    said = shown(textbook_in_blocks(workload, [BLOCK_FORMATS["mxfp8"]], h100, h100.memory_bytes))
     assert "does not multiply such blocks" in said and "No run was compared" in said
 
 
 def test_steps_without_operands_for_blocks_are_refused():
-    with pytest.raises(InputError, match="not those of fp32"):
-        answer_in_blocks(mini(dtype="fp32"), [BLOCK_FORMATS["mxfp8"]], None, None)
+    with pytest.raises(InputError, match="not of fp32's: choose dtype bf16"):
+        textbook_in_blocks(mini(dtype="fp32"), [BLOCK_FORMATS["mxfp8"]], None, None)
     with pytest.raises(InputError, match="do not divide 66"):
-        answer_in_blocks(of(dtype="bf16", batch_size=2, seq_len=33), [BLOCK_FORMATS["mxfp4"]], None, None)
+        textbook_in_blocks(of(dtype="bf16", batch_size=2, seq_len=33), [BLOCK_FORMATS["mxfp4"]], None, None)
 
 
 @pytest.mark.long

@@ -437,13 +437,15 @@ def test_operands_in_blocks_are_answered_by_format():
     """bf16 keeps 16 bits a number; mxfp8 8 and a scale of 8 for 32; nvfp4 4 and a scale of 8 for 16."""
     found = stepscope.fit("tiny", recipe=["mxfp8", "nvfp4"], device="B200")
     without, mxfp8, nvfp4 = found.answer.tables[0].rows
-    assert [row[1] for row in (without, mxfp8, nvfp4)] == [16, 8.25, 4.5]
-    assert found.by_recipe == {"mxfp8": mxfp8[3], "nvfp4": nvfp4[3]} and found.peak_bytes == mxfp8[3]
-    assert found.estimate.peak_bytes == without[3] and found.fits is None
+    assert [row[1:3] for row in (without, mxfp8, nvfp4)] == [(16, 0), (8.25, 0.25), (4.5, 0.5)]
+    assert found.by_recipe == {"mxfp8": mxfp8[4], "nvfp4": nvfp4[4]} and found.peak_bytes == mxfp8[4]
+    assert found.estimate.peak_bytes == without[4] and found.fits is None
     with pytest.raises(InputError, match="unknown recipe 'mxfp9': choose one of mxfp8"):
         stepscope.fit("tiny", recipe="mxfp9")
-    with pytest.raises(InputError, match="recipe is of the textbook's model: leave out module"):
-        stepscope.fit(module="a.py:make", recipe="mxfp8")
+    with pytest.raises(InputError, match="recipe asks another question: leave out parallel and ranks"):
+        stepscope.fit("tiny", recipe="mxfp8", parallel="zero1", ranks=2)
+    with pytest.raises(InputError, match="recipe looks at one device, and device names 2: name one"):
+        stepscope.fit("tiny", recipe="mxfp8", device=["B200", "H100"])
 
 
 def test_what_a_rank_holds_is_answered_by_strategy():

@@ -74,7 +74,7 @@ _OF_STEP_GRAPHS = (
 def answer_fit(fit: AnyFit, *, searched: bool = True) -> Answer:
     """The Answer on whether a step fits, with its peak's parts, the peaks of the phases and plans; without a budget, on
     its peak alone. searched: whether the search for plans came to its end."""
-    tables = [text(verdict(fit), *_doubts(fit), *_sizes(fit))]
+    tables = [text(verdict(fit), *doubts(fit), *_sizes(fit))]
     if fit.fits is False and isinstance(fit.workload, TextbookWorkload):
         tables.append(_terms(fit.workload, fit.estimate))
     tables.append(_category_table(fit))
@@ -292,7 +292,7 @@ def verdict(fit: AnyFit) -> Line:
     return Line(f"It does not safely fit into {into}: {where}, when {free} kept free. {alone}.", "bad")
 
 
-def _doubts(fit: AnyFit) -> Iterator[Line]:
+def doubts(fit: AnyFit) -> Iterator[Line]:
     """Sentences on what fake tensors do not show of a user's module."""
     unseen = fit.estimate.unseen if isinstance(fit.estimate, FakeEstimate) else None
     if isinstance(fit.estimate, FakeEstimate) and fit.estimate.basis:
@@ -638,7 +638,7 @@ def answer_held(fit: Fit[FakeEstimate], held: Sequence[HeldTensor]) -> Answer:
         ("memory", "B"),
     )
     table = table_of(*columns, rows=rows, rules=(len(rows) - 1,))
-    lead = text(Line(f"{peak_in_words(fit)}.", "strong"), *_doubts(fit))
+    lead = text(Line(f"{peak_in_words(fit)}.", "strong"), *doubts(fit))
     return _answer("What does the step hold at its peak?", fit.workload, [lead, table])
 
 

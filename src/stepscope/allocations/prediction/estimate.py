@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -39,7 +39,7 @@ from stepscope.core.attention_support import as_eager, unpredicted
 from stepscope.core.device_spec import DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CATEGORIES, MemoryCategory
-from stepscope.core.float_formats import BlockFormat
+from stepscope.core.float_formats import FORMATS, BlockFormat
 from stepscope.core.formulas.spelled import describe_model, describe_workload
 from stepscope.core.formulas.transformer import (
     aligned_numbers,
@@ -50,10 +50,10 @@ from stepscope.core.formulas.transformer import (
     step_flops,
 )
 from stepscope.core.parts import ATTENTIONS, REFERENCE, Attention
-from stepscope.core.precisions import PRECISIONS, check_scaled_layers, check_scaled_rows, takes_scaled
+from stepscope.core.precisions import PRECISIONS, Dtype, check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.units import MIB
-from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload
+from stepscope.core.units import MIB, format_bytes
+from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload, Workload
 
 WORKSPACE_BYTES = 32 * MIB
 """What cuBLAS is given for each thread that asks it for matrix products, on Hopper
@@ -795,61 +795,103 @@ def estimate_in_blocks(workload: TextbookWorkload, form: BlockFormat) -> MemoryE
 _RATES_SAID = ("bf16", "fp8", "fp6", "fp4")
 
 
-def answer_in_blocks(
+class InBlocks(msgspec.Struct, frozen=True):
+    """What a step holds with the operands of linear layers in a format of blocks."""
+
+    form: BlockFormat | None
+    """None for those of its dtype."""
+    saved_bytes: int | None
+    """What forward keeps for backward."""
+    peak_bytes: int
+    flops: int
+    """FLOPs of a step's products whose operands are in the format."""
+    other_flops: int
+
+
+def check_operands(dtype: Dtype) -> None:
+    """Raise InputError for a dtype whose products have no operands of 16 bits, which blocks could take the place of."""
+    if PRECISIONS[dtype].products != 2 or PRECISIONS[dtype].scaled:
+        raise InputError(f"a recipe takes the place of operands of 16 bits, not of {dtype}'s: choose dtype bf16")
+
+
+def textbook_in_blocks(
     workload: TextbookWorkload, forms: Sequence[BlockFormat], spec: DeviceSpec | None, usable_bytes: int | None
 ) -> Answer:
-    """The Answer on what a step holds by the format of its operands, and the least time of its products by the rates of
-    a datasheet. Raises InputError for a step that has no such products."""
-    precision, model = PRECISIONS[workload.dtype], workload.model
-    if precision.products != 2 or precision.scaled:
-        raise InputError(f"--recipe puts operands of 16 bits into blocks, not those of {workload.dtype}: --dtype bf16")
+    """The Answer on what a step of the textbook's holds by the format of its operands, and the least time of its
+    products. Raises InputError for a step that has no such products."""
+    check_operands(workload.dtype)
+    model, passes = workload.model, step_flops(workload) // forward_flops(workload)
+    linear, plain = passes * linear_flops(workload), estimate(workload)
     for form in forms:
         if uneven := [n for n in (model.d_model, model.d_ff, workload.tokens) if n % (form.size or 1)]:
             raise InputError(f"blocks of {form.size} ({form.name}) do not divide {uneven[0]}: change the sizes")
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[InBlocks] = []
     for form in (None, *forms):
-        predicted = estimate(workload) if form is None else estimate_in_blocks(workload, form)
-        peak, least = predicted.peak_bytes, None if spec is None else least_product_s(workload, form, spec)
-        left = () if usable_bytes is None else (usable_bytes - peak,)
-        times = () if spec is None else (least,)
-        bits = 8 * precision.products if form is None else form.bits
-        rows.append((form.name if form else workload.dtype, bits, predicted.saved_for_backward, peak, *left, *times))
-    columns = ("operands", ("bits of a number", ""), ("kept for backward", "B"), ("peak", "B"))
-    more = [("left", "B")] if usable_bytes is not None else []
-    more += [("products take at least", "s")] if spec is not None else []
-    of_spec = ""
+        found, few = (plain, 0) if form is None else (estimate_in_blocks(workload, form), linear)
+        others = step_flops(workload) - few
+        rows.append(InBlocks(form, found.saved_for_backward, found.peak_bytes, few, others))
+    stay = "A block's linear layers take them; attention and the head stay in 16 bits."
+    states = plain.by_phase.get(OPTIMIZER, plain.categories)
+    return answer_in_blocks(workload, states, rows, stay, (spec, usable_bytes))
+
+
+def answer_in_blocks(
+    workload: Workload,
+    states: Mapping[MemoryCategory, int],
+    rows: Sequence[InBlocks],
+    stay: str,
+    of_device: tuple[DeviceSpec | None, int | None],
+) -> Answer:
+    """The Answer on what a step holds by the format of its operands, and the least time of its products by the rates of
+    a datasheet. states: bytes that do not depend on it. stay: which products take them, in words. of_device: it, and
+    how much of its memory is usable."""
+    spec, usable_bytes = of_device
+    cells: list[tuple[Cell, ...]] = []
+    for row in rows:
+        element = 16 if row.form is None else FORMATS[row.form.element].stored_bits
+        bits = (element, 0) if row.form is None else (row.form.bits, row.form.bits - element)
+        left = () if usable_bytes is None else (usable_bytes - row.peak_bytes,)
+        times = () if spec is None else (least_product_s(row, workload.dtype, spec),)
+        name = row.form.name if row.form else workload.dtype
+        cells.append((name, *bits, row.saved_bytes, row.peak_bytes, *left, *times))
+    columns = ["operands", ("bits of a number", ""), ("of its scale", ""), ("kept for backward", "B"), ("peak", "B")]
+    columns += [("left", "B")] if usable_bytes is not None else []
+    columns += [("products take at least", "s")] if spec is not None else []
+    held = [f"{name} {format_bytes(states[name])}" for name in _STATES if states.get(name)]
+    kept = "Their inputs are kept in the format, with its scales; layers of one input keep it once. "
+    kept = kept if rows[0].saved_bytes else ""
+    lead = [
+        Line(f"Predicted for {describe_model(workload)}, {describe_workload(workload)}.", "strong"),
+        Line(f"Whatever the operands: {', '.join(held)}. {stay} {kept}No run was compared with these figures."),
+    ]
     if spec is not None:
         rates = {name: rate for name, rate in spec.peak_flops_per_s.items() if name in _RATES_SAID}
         said = ", ".join(f"{rate / 1e12:,.6g} of {name}" for name, rate in rates.items())
         without = (
-            f" Without one: {spec.name} does not multiply such blocks." if any(not row[-1] for row in rows) else ""
+            f" Without one: {spec.name} does not multiply such blocks." if any(not row[-1] for row in cells) else ""
         )
-        of_spec = (
-            "The time is that of all products at the datasheet's rates, which no step reaches, without what is "
-            f"computed again: {said} TFLOP/s ({spec.source}).{without}"
+        again = "without" if workload.sizes is not None else "with"
+        lead.append(
+            Line(
+                f"The time is that of all products at the datasheet's rates, which no step reaches, {again} what is "
+                f"computed again: {said} TFLOP/s ({spec.source}).{without}"
+            )
         )
-    lead = (
-        Line(f"Predicted for {describe_model(workload)}, {describe_workload(workload)}.", "strong"),
-        Line(
-            f"Weights and gradients have {precision.weights} bytes a number, moments {2 * moment_bytes(workload)} and "
-            f"masters {precision.masters}. A block keeps the inputs of its linear layers in the format; layers of one "
-            "input keep it once. Attention and the head stay in 16 bits. No run was compared with these figures."
-        ),
-        *([Line(of_spec)] if of_spec else []),
-    )
     question = "What does the step hold with operands in blocks of few bits?"
-    return Answer(study="fit", question=question, lead=lead, tables=(table_of(*columns, *more, rows=rows),))
+    return Answer(study="fit", question=question, lead=tuple(lead), tables=(table_of(*columns, rows=cells),))
 
 
-def least_product_s(workload: TextbookWorkload, form: BlockFormat | None, spec: DeviceSpec) -> float | None:
-    """Seconds of a step's products at a datasheet's rates: of its blocks' linear layers in the format, of all others in
-    the dtype. None where the device does not multiply such blocks."""
-    rates, wide = spec.peak_flops_per_s, spec.peak_for(workload.dtype)
+_STATES: tuple[MemoryCategory, ...] = ("parameters", "frozen quantised weights", "gradients", "optimizer state")
+
+
+def least_product_s(row: InBlocks, dtype: Dtype, spec: DeviceSpec) -> float | None:
+    """Seconds of a step's products at a datasheet's rates: those in blocks at the format's, all others at the dtype's.
+    None where the device does not multiply such blocks."""
+    form, rates, wide = row.form, spec.peak_flops_per_s, spec.peak_for(dtype)
     few = wide if form is None else rates.get(form.element.partition("-")[0])
     # Scales of blocks came with products of 4 bits; those of NVFP4 are NVIDIA's.
     lacks_scales = form is not None and form.scale != "fp32" and "fp4" not in rates
     is_anothers = form is not None and form.tensor_scale and "NVIDIA" not in spec.name
     if few is None or wide is None or lacks_scales or is_anothers:
         return None
-    passes, linear = step_flops(workload) / forward_flops(workload), linear_flops(workload)
-    return passes * (linear / few + (forward_flops(workload) - linear) / wide)
+    return row.flops / few + row.other_flops / wide

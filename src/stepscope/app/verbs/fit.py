@@ -1,5 +1,6 @@
 """`fit`: will it fit, and if not, what would make it fit. Nothing is run on real tensors."""
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -16,10 +17,9 @@ from stepscope.app.cli.output import Presentation, patient_progress, stdout_kept
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.app.verbs.run import gradients_kept, of_object
 from stepscope.core import interrupts
-from stepscope.core.device_spec import device_named
 from stepscope.core.errors import InputError, LimitExceeded, choose, warn
 from stepscope.core.files import json_document
-from stepscope.core.float_formats import BLOCK_FORMATS
+from stepscope.core.float_formats import MULTIPLIED_BLOCKS
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.model_config import PRESETS, ModelOptions
 from stepscope.core.options import BUDGET, PARALLEL, WORKLOAD, Option, Rule, spelled_out, verb
@@ -177,8 +177,8 @@ def fit(
     device: a device by its name, as in "H100", or several: how much PyTorch states of it.
     fail_if_larger: the largest peak that is right, in bytes or as in "22GiB".
     parallel, ranks: what one of so many ranks (2) holds of the textbook's step, by strategy, as in ["zero1", "none"].
-    recipe: what the textbook's step holds with operands in these formats of blocks, as in ["mxfp8", "nvfp4"], and with
-    a device the least time of its products.
+    recipe: what the step holds with operands of linear layers in these formats of blocks, as in ["mxfp8", "nvfp4"], and
+    with a device the least time of its products, by its datasheet; dtype is bf16-master then, and bf16 of a module.
     dtype, phase, projections, optimizer, clip, checkpointing, accumulation: as in `stepscope.run`, for any model.
 
     Of a list the result is the step that fits least, or has the largest peak; its answer is the table of all.
@@ -201,10 +201,16 @@ def fit(
     preset = model if isinstance(model, str) else None
     is_textbook = module is None and run is None and model is preset
     if recipe is not None:
-        if not is_textbook or strategies or ranks is not None or limit is not None:
-            raise InputError("recipe is of the textbook's model: leave out module, run, parallel and fail_if_larger")
-        asked = {"model": (preset or "small",), **several}
-        found = _held_in_blocks(asked, (recipe,) if isinstance(recipe, str) else recipe, budgets, names)
+        others = {"run": run, "parallel": parallel, "ranks": ranks, "fail_if_larger": fail_if_larger}
+        if strange := [name for name, value in others.items() if value is not None]:
+            raise InputError(f"recipe asks another question: leave out {' and '.join(strange)}")
+        if len(steps := _steps(model, batch, loss, module, arguments, several)) > 1:
+            raise InputError(f"recipe looks at one step, and these options name {len(steps)}: give each one value")
+        ((step, made),) = steps
+        with contextlib.nullcontext() if made is None else gradients_kept(model):
+            asked = (recipe,) if isinstance(recipe, str) else recipe
+            words, is_given = ("recipe", "device"), dtype is not None
+            found = _in_blocks(step, asked, budgets, names, words, module=made, dtype_is_given=is_given)
     elif strategies:
         if budgets or not is_textbook:
             raise InputError("parallel is of the textbook's model, and asks for no budget: leave the others out")
@@ -213,7 +219,7 @@ def fit(
         if ranks is not None:
             raise InputError("ranks belong to parallel: say which, as in parallel='zero1'")
         if run is None:
-            fits = _each_predicted(model, batch, loss, module, arguments, several, budgets)
+            fits = _each_predicted(_steps(model, batch, loss, module, arguments, several), model, budgets)
         elif model is not None or module is not None or several.keys() - {*_BESIDE_RUN}:
             raise InputError("run says which step: leave out all else of it but batch_size, seq_len and dtype")
         else:
@@ -224,37 +230,47 @@ def fit(
     return found
 
 
-def _each_predicted(
+def _steps(
     model: object,
     batch: object,
     loss: Any,
     module: str | None,
     arguments: Mapping[str, Any] | None,
     several: Mapping[str, tuple[Any, ...]],
-    budgets: "Sequence[Budget]",
-) -> "list[list[AnyFit]]":
-    """The predictions of every combination of the choices, each for every budget."""
+) -> "list[tuple[Workload, Callable[[], UserModule] | None]]":
+    """The steps of every combination of the choices; of a module that exists already each with what copies it."""
+    if module is None and (model is None or isinstance(model, str)):
+        return [(step, None) for step in _textbook(model, several)]
     combined = [dict(zip(several, values, strict=True)) for values in itertools.product(*several.values())]
-    search = len(combined) == 1
     if module is not None:
-        return [_predicted(of_factory(module, arguments, one), budgets, search=search) for one in combined]
-    if model is None or isinstance(model, str):
-        return [_predicted(step, budgets, search=search) for step in _textbook(model, several)]
-    from stepscope.engine.fake_module import fit_module
+        return [(of_factory(module, arguments, one), None) for one in combined]
+    made = [of_object(model, batch, loss, one) for one in combined]
+    return [(step, functools.partial(_made, copied)) for step, copied in made]
 
+
+def _each_predicted(
+    steps: "Sequence[tuple[Workload, Callable[[], UserModule] | None]]", model: object, budgets: "Sequence[Budget]"
+) -> "list[list[AnyFit]]":
+    """The predictions of `_steps`, each for every budget."""
+    search = len(steps) == 1
     fits: list[list[AnyFit]] = []
-    for choices in combined:
-        user_workload, copied = of_object(model, batch, loss, choices)
+    for step, made in steps:
+        if made is None:
+            fits.append(_predicted(step, budgets, search=search))
+            continue
+        from stepscope.engine.fake_module import fit_module
 
-        def copy(copied: "Callable[[], Loaded]" = copied) -> "UserModule":
-            loaded = copied()
-            if loaded.user_module is None:
-                raise InputError(f"{loaded.name} is a step of its own, with phases: give its module and a batch")
-            return loaded.user_module
-
+        assert isinstance(step, FactoryWorkload)
         with gradients_kept(model):
-            fits.append([*fit_module(user_workload, budgets, module=copy, search=search)])
+            fits.append([*fit_module(step, budgets, module=made, search=search)])
     return fits
+
+
+def _made(copied: "Callable[[], Loaded]") -> "UserModule":
+    loaded = copied()
+    if loaded.user_module is None:
+        raise InputError(f"{loaded.name} is a step of its own, with phases: give its module and a batch")
+    return loaded.user_module
 
 
 def _textbook(model: str | None, several: Mapping[str, tuple[Any, ...]]) -> list[Workload]:
@@ -284,19 +300,14 @@ def _held(steps: Sequence[Workload], strategies: Sequence[str], ranks: int) -> F
     return Fitted(step, estimate(step), None, shown_answer(answer), by_strategy=peaks)
 
 
-def _held_in_blocks(
-    options: Mapping[str, tuple[Any, ...]], recipe: Sequence[str], budgets: "Sequence[Budget]", devices: Sequence[str]
-) -> Fitted:
-    from stepscope.allocations.prediction.estimate import estimate
+def _in_blocks(step: Workload, *asked: Any, **how: Any) -> Fitted:
+    """What a step holds in formats of blocks, asked as `fit_in_blocks` is."""
+    from stepscope.questions.fit_apart import fit_in_blocks
 
-    if not recipe:
-        raise InputError("recipe is an empty list: name at least one format of blocks")
-    workloads = ManyWorkloads({"dtype": ("bf16-master",), **options})
-    answer = _in_blocks(workloads, recipe, budgets, devices)
+    answer, fit = fit_in_blocks(step, *asked, **how)
     place = answer.tables[0].columns.index("peak")
-    step = _one_step(workloads.workloads(seq_len=512), "recipe")
     peaks = {str(row[0]): peak for row in answer.tables[0].rows[1:] if isinstance(peak := row[place], int)}
-    return Fitted(step, estimate(step), None, shown_answer(answer), by_recipe=peaks)
+    return Fitted(fit.workload, fit.estimate, None, shown_answer(answer), by_recipe=peaks)
 
 
 def _fitted(fit: "Fit[MemoryEstimate] | Fit[FakeEstimate]") -> Fitted:
@@ -382,13 +393,12 @@ Apart = Annotated[
 ]
 
 
-_RECIPES = tuple(name for name, form in BLOCK_FORMATS.items() if form.element.startswith("fp"))
 Recipe = Annotated[
     tuple[str, ...] | None,
     Option(
         "What the step holds, and the least time of its products, with operands in these formats of blocks.",
         WORKLOAD,
-        choices=_RECIPES,
+        choices=MULTIPLIED_BLOCKS,
     ),
 ]
 
@@ -479,11 +489,11 @@ def command(
         _show_largest(_those_that_can_be(workloads), budgets[0], shown)
         return
     steps = workloads.workloads(model="small", seq_len=512)
-    if parallel or recipe:
+    if parallel:
         _refuse_plot(save)
-        held = _in_blocks(workloads, recipe, budgets, device or ()) if recipe else None
-        shown.show(held or _moments(steps, parallel or (), ranks or 2))
+        shown.show(_moments(steps, parallel, ranks or 2))
         return
+    mode = mode or ("--recipe" if recipe else None)
     if mode in ("--sweep", "--fake") and steps[0].sizes is None:
         raise InputError(f"{mode} is for the textbook's model: leave it out; a step of your own runs on fakes")
     if mode is not None and len(steps) > 1:
@@ -496,6 +506,12 @@ def command(
     step = steps[0]
     if tensors:
         _list_tensors(step, shown)
+    elif recipe:
+        words, is_given = ("--recipe", "--device"), "dtype" in workloads.options
+        with patient_progress(_clock_of(steps)) as tell:
+            found = _in_blocks(step, recipe, budgets, device or (), words, tell=tell, dtype_is_given=is_given)
+        shown.show(found.answer)
+    if tensors or recipe:
         return
     second = None
     with patient_progress(_clock_of(steps)) as tell:
@@ -674,23 +690,6 @@ def _moments(steps: Sequence[Workload], parallel: Sequence[str], ranks: int) -> 
         msgspec.structs.replace(step, parallel=name, ranks=1 if name == NOT_PARALLEL else ranks) for name in parallel
     ]
     return answer_moments(shared)
-
-
-def _in_blocks(
-    workloads: ManyWorkloads, recipe: Sequence[str], budgets: "Sequence[Budget]", devices: Sequence[str]
-) -> "Answer":
-    """The Answer on a step whose operands are in these formats of blocks; its dtype is bf16-master, if none is given.
-
-    Raises InputError for any step but one of the textbook's model, and for several devices."""
-    from stepscope.allocations.prediction.estimate import answer_in_blocks
-
-    steps = ManyWorkloads({"dtype": ("bf16-master",), **workloads.options}).workloads(model="small", seq_len=512)
-    step = _one_step(steps, "--recipe")
-    if len(budgets) > 1:
-        raise InputError(f"--recipe looks at one device, and --device names {len(budgets)}: name one")
-    forms = [BLOCK_FORMATS[choose(name, _RECIPES, "recipe")] for name in dict.fromkeys(recipe)]
-    spec = device_named(devices[0]) if devices else None
-    return answer_in_blocks(step, forms, spec, budgets[0].usable_bytes if budgets else None)
 
 
 def _of_run(
