@@ -1,6 +1,6 @@
 """Whose step of a model that people train is faster: the best stack by hand, or what `tune` reaches?
 
-    python benchmarks/own_step.py OUT.json [--models llama,qwen2] [--sizes 2k,16k] [--seconds 570] [--tiny]
+    python benchmarks/own_step.py OUT.json [--models llama,qwen2] [--sizes 2k,16k] [--seconds 570] [--short] [--tiny]
     python benchmarks/own_step.py OUT.json --show
 
 Models of transformers with real configurations and random weights: Llama-3.2-1B, Qwen2.5-0.5B, GPT-2 medium, BERT-base,
@@ -11,7 +11,8 @@ rounds of `tune` reach for such a model. Both begin from the same parameters and
 
 Each way is a process of its own. Many get ready side by side; when some are, the others are stopped, and those take
 turns, alone on the GPU. A first round picks the fastest of each side, and only these get five processes a side. OUT
-keeps what was measured as it comes, and the same command goes on there. A way that fails keeps its reason.
+keeps what was measured as it comes, and the same command goes on there. A way that fails keeps its reason. `--short`
+begins with the few ways of each side that were the fastest or are reasoned to be (`SHORT`), one of each for all models.
 
 The floor of a cell: the model's products (6 FLOPs a weight and token, and attention's, causal counted half) at the
 rate of a large product measured here, and 28 bytes a parameter for AdamW (read gradient, master and both moments; write
@@ -77,14 +78,15 @@ _QWEN = {
     "tie_word_embeddings": True,
     "use_cache": False,
 }
-_GPT2 = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "use_cache": False, "loss_type": "ForCausalLM"}
+_GPT2 = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "use_cache": False}
+_VIT = {"num_labels": 1000, "problem_type": "single_label_classification"}  # unsaid, the second step compiles anew
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[int, int]]]] = {
     # name: the class of transformers, what its configuration has beside the defaults, by size samples and their length
     "llama-3.2-1b": ("LlamaForCausalLM", _LLAMA, {"2k": (2, 1024), "16k": (8, 2048)}),
     "qwen2.5-0.5b": ("Qwen2ForCausalLM", _QWEN, {"2k": (2, 1024), "16k": (8, 2048)}),
     "gpt2-medium": ("GPT2LMHeadModel", _GPT2, {"2k": (2, 1024), "16k": (16, 1024)}),
     "bert-base": ("BertForMaskedLM", {}, {"2k": (4, 512), "16k": (32, 512)}),
-    "vit-base": ("ViTForImageClassification", {"num_labels": 1000}, {"2k": (16, 197), "16k": (128, 197)}),
+    "vit-base": ("ViTForImageClassification", _VIT, {"2k": (16, 197), "16k": (128, 197)}),
 }
 _TINY: dict[str, Any] = {
     "vocab_size": 256,
@@ -101,7 +103,7 @@ _TINY: dict[str, Any] = {
     "num_labels": 8,
 }
 _GUESSED_GIB = {
-    "llama-3.2-1b": (24, 90),
+    "llama-3.2-1b": (30, 90),
     "qwen2.5-0.5b": (14, 70),
     "gpt2-medium": (9, 50),
     "bert-base": (6, 20),
@@ -124,6 +126,8 @@ def make(name: str, size: str, device: str = "cuda", attention: str = "sdpa", ti
     config._attn_implementation = attention
     with torch.device(device):
         model = made(config).train()
+    if "LMHead" in kind:
+        model.loss_type = "ForCausalLM"  # what transformers takes it for, with a warning that breaks a compiled graph
     samples, length = sizes[size] if not tiny else (2, 32)
     return model, [_batch(made.__name__, config, samples, length, seed) for seed in range(BATCHES)]
 
@@ -158,8 +162,14 @@ HAND: dict[str, Way] = {
     "masters, blocks, graph": {"precision": "masters", "compile": "blocks", "graph": True},
     "autocast, blocks": {"precision": "autocast", "compile": "blocks"},
     "masters, eager, graph": {"precision": "masters", "graph": True},
-    "masters, liger, graph": {"precision": "masters", "graph": True, "liger": True},
-    "masters, liger, default, graph": {"precision": "masters", "compile": "default", "graph": True, "liger": True},
+    "masters, liger, default": {"precision": "masters", "compile": "default", "liger": True},
+    "masters, liger without its loss, graph": {"precision": "masters", "graph": True, "liger": True},
+    "masters, liger without its loss, default, graph": {
+        "precision": "masters",
+        "compile": "default",
+        "graph": True,
+        "liger": True,
+    },
     "masters, max-autotune-no-cudagraphs, graph": {
         "precision": "masters",
         "compile": "max-autotune-no-cudagraphs",
@@ -180,6 +190,7 @@ _ALL = {"norm": "fused", "mlp": "fused", "loss": "fused"}
 _JOINT = {"projections": "joint"}
 _LOSS = {"loss": "fused"}
 _DEFAULT, _BLOCKS = {"compile": "default"}, {"compile": "blocks"}
+_UNDER = {"optimizer": "adamw-under-backward"}
 OURS: dict[str, Way] = {
     "flash, joint, fused, graph": {**_MASTERS, **_ALL, **_JOINT, "attention": "flash"},
     "flash, joint, fused loss, default, graph": {**_MASTERS, **_LOSS, **_JOINT, **_DEFAULT, "attention": "flash"},
@@ -191,21 +202,40 @@ OURS: dict[str, Way] = {
     "sdpa, fused loss, default, graph": {**_MASTERS, **_LOSS, **_DEFAULT, "attention": "sdpa"},
     "flash, joint, blocks, graph": {**_MASTERS, **_JOINT, **_BLOCKS, "attention": "flash"},
     "default, graph": {**_MASTERS, **_DEFAULT},
-    "flash, joint, default, graph, under backward": {
+    "flash, joint, fused loss, blocks, graph, under backward": {
         **_MASTERS,
+        **_LOSS,
         **_JOINT,
-        **_DEFAULT,
+        **_BLOCKS,
+        **_UNDER,
         "attention": "flash",
-        "optimizer": "adamw-under-backward",
     },
-    "sdpa, default, graph, under backward": {
-        **_MASTERS,
-        **_DEFAULT,
-        "attention": "sdpa",
-        "optimizer": "adamw-under-backward",
+    "sdpa, fused loss, blocks, graph, under backward": {**_MASTERS, **_LOSS, **_BLOCKS, **_UNDER, "attention": "sdpa"},
+    "sdpa, joint, blocks, graph, under backward": {**_MASTERS, **_JOINT, **_BLOCKS, **_UNDER, "attention": "sdpa"},
+}
+"""Steps that `tune` comes to: what is usually faster, taken together, and what its later rounds change. Updates under
+backward go with compiled blocks: backward of a model that is compiled as a whole gives all gradients at its end."""
+
+_BY_HAND = ("masters, default, graph", "autocast, default, graph")
+_DECODER = ("flash, joint, fused loss, default, graph", "flash, joint, fused loss, blocks, graph, under backward")
+SHORT: dict[str, dict[str, tuple[str, ...]]] = {
+    "llama-3.2-1b": {"hand": _BY_HAND, "ours": _DECODER},
+    "qwen2.5-0.5b": {"hand": _BY_HAND, "ours": _DECODER},
+    # With dropout in attention, which ours has not; query, key and value are one product by themselves.
+    "gpt2-medium": {
+        "hand": _BY_HAND,
+        "ours": ("sdpa, fused loss, default, graph", "sdpa, fused loss, blocks, graph, under backward"),
+    },
+    "bert-base": {
+        "hand": _BY_HAND,
+        "ours": ("sdpa, joint, default, graph", "sdpa, default, graph", "sdpa, joint, blocks, graph, under backward"),
+    },
+    "vit-base": {
+        "hand": _BY_HAND,
+        "ours": ("sdpa, default, graph", "flash, joint, default, graph", "sdpa, joint, default, graph"),
     },
 }
-"""Steps that `tune` comes to: what is usually faster, taken together, and what its later rounds change."""
+"""By model and side, the ways of a short race, the most hopeful first."""
 
 
 @dataclass(frozen=True)
@@ -237,7 +267,7 @@ def by_hand(job: Job) -> Callable[[], Any]:
     attention = way.get("attention", UNMASKED)
     _choose_backend(attention)
     if way.get("liger"):
-        _use_liger(job.model)
+        _use_liger(job.model, with_loss=not way.get("graph"))
     importlib.import_module("transformers").AttentionInterface.register(UNMASKED, _unmasked)
     torch.manual_seed(0)
     named = {"flex": "flex_attention", "masked": "sdpa"}.get(attention, UNMASKED)
@@ -318,12 +348,13 @@ def _choose_backend(attention: str) -> None:
         getattr(torch.backends.cuda, f"enable_{name}_sdp")(name == names[attention])
 
 
-def _use_liger(model: str) -> None:
+def _use_liger(model: str, *, with_loss: bool) -> None:
+    """Liger's kernels. Its loss asks the device how many labels count (`.item()`), which no CUDA graph can hold."""
     liger: Any = importlib.import_module("liger_kernel.transformers")
     family = {"llama": "llama", "qwen2": "qwen2"}.get(model.partition("-")[0].partition(".")[0])
     if family is None:
         raise ValueError("Liger has no kernels for this model")
-    getattr(liger, f"apply_liger_kernel_to_{family}")()
+    getattr(liger, f"apply_liger_kernel_to_{family}")(fused_linear_cross_entropy=with_loss)
 
 
 def _compiled_by_hand(model: nn.Module, mode: str) -> Callable[..., Any]:
@@ -625,15 +656,18 @@ def floor_of(work: Mapping[str, float], rates: Mapping[str, float]) -> tuple[flo
 # The race: first rounds, finalists, finals.
 
 
-def first_jobs(cell: Mapping[str, Any], plain: Job, only: Sequence[str]) -> list[Job]:
-    """The ways of a cell that the first round has not measured yet."""
-    jobs = [
-        dataclasses.replace(plain, side=side, way=way, choices=choices)
-        for side, ways in zip(SIDES, (HAND, OURS if plain.device == "cuda" else _ON_CPU), strict=True)
-        for way, choices in ways.items()
-        if (not only or way in only) and not (choices.get("liger") and not importlib.util.find_spec("liger_kernel"))
-    ]
-    return [job for job in jobs if job.way not in cell["first"][job.side]]
+def first_jobs(cell: Mapping[str, Any], plain: Job, only: Sequence[str], *, short: bool = False) -> list[Job]:
+    """The ways of a cell that the first round has not measured yet; of a short race one of each side by turns."""
+    lacks_liger = not importlib.util.find_spec("liger_kernel")
+    sides: list[list[Job]] = []
+    for side, ways in zip(SIDES, (HAND, OURS if plain.device == "cuda" else _ON_CPU), strict=True):
+        names = [way for way in SHORT[plain.model][side] if way in ways] if short else [*ways]
+        jobs = [dataclasses.replace(plain, side=side, way=way, choices=ways[way]) for way in names]
+        jobs = [job for job in jobs if not (job.choices.get("liger") and lacks_liger)]
+        sides.append([job for job in jobs if job.way not in cell["first"][side] and (not only or job.way in only)])
+    if not short:
+        return [job for jobs in sides for job in jobs]
+    return [job for pair in itertools.zip_longest(*sides) for job in pair if job is not None]
 
 
 def attention_jobs(cell: Mapping[str, Any], plain: Job) -> list[Job]:
@@ -705,6 +739,7 @@ def race(asked: argparse.Namespace) -> None:
         keep()
 
     _imports(asked.models.split(","))
+    print(f"imported after {time.monotonic() - ends + asked.seconds:.0f} s", flush=True)
     if "ceilings" not in document:
         document["ceilings"] = _elsewhere(ceilings, asked.device)
         document |= {"versions": _versions(), "device": _elsewhere(_device_name, asked.device)}
@@ -719,18 +754,31 @@ def race(asked: argparse.Namespace) -> None:
     room = functools.partial(Room, note, ends, asked.gib, asked.jobs, asked.each)
     for size in asked.sizes.split(","):
         of_size = [(document["cells"][job.cell], job) for job in plain.values() if job.size == size]
-        room().run([job for cell, each in of_size for job in first_jobs(cell, each, asked.only)])
-        if not asked.only:
+        first = [first_jobs(cell, each, asked.only, short=asked.short) for cell, each in of_size]
+        room().run(_by_turns(first) if asked.short else [job for jobs in first for job in jobs])
+        if not asked.only and not asked.short:
             room().run([job for cell, each in of_size for job in attention_jobs(cell, each)])
         if not asked.first:
-            room().run([job for cell, each in of_size for job in final_jobs(cell, each, asked.gib)])
+            room().run(_by_turns([final_jobs(cell, each, asked.gib) for cell, each in of_size]))
     print("\n".join(table(document)))
+
+
+def _by_turns(cells: Sequence[Sequence[Job]]) -> list[Job]:
+    """Jobs of several cells, a pair of each by turns, or a whole group of the finals: when the time ends early, each
+    cell has some."""
+    pairs: list[list[list[Job]]] = []
+    for jobs in cells:
+        groups: dict[str, list[Job]] = {}
+        for number, job in enumerate(jobs):
+            groups.setdefault(job.group or str(number // 2), []).append(job)
+        pairs.append(list(groups.values()))
+    return [job for turn in itertools.zip_longest(*pairs, fillvalue=[]) for pair in turn for job in pair]
 
 
 def _imports(models: Sequence[str]) -> None:
     """What the forked processes need, and what touches no GPU."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asked through CUDA, forked children could not use the GPU
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the processes fill the cores by themselves
     for model in models:
         getattr(importlib.import_module("transformers"), MODELS[model][0])
     for name in (
@@ -843,9 +891,10 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=570.0, help="after these it stops, and goes on when called again"
     )
+    parser.add_argument("--short", action="store_true", help="few ways a side in the first round, then the finals")
     parser.add_argument("--each", type=float, default=200.0, help="seconds in which a way must be ready")
     parser.add_argument("--jobs", type=int, default=14, help="how many processes get ready side by side")
-    parser.add_argument("--gib", type=float, default=132.0, help="the memory that they share")
+    parser.add_argument("--gib", type=float, default=126.0, help="the memory that they share")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="small models of the same classes")
     parser.add_argument("--first", action="store_true", help="the first round alone")

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 OPTIMIZERS = ("adamw-foreach", "adamw-fused", "adamw-loop")
 
 
-def test_weights_are_halved_vectors_are_not_and_a_tied_one_has_one_master():
+def test_weights_and_their_biases_are_halved_norms_are_not_and_a_tied_one_has_one_master():
     one, other = nn.Linear(4, 3), nn.Linear(4, 3, bias=False)
     other.weight = one.weight
     before = one.weight.detach().clone()
@@ -26,10 +26,10 @@ def test_weights_are_halved_vectors_are_not_and_a_tied_one_has_one_master():
     masters = halve(model)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     assert dtypes == {
-        "a.weight": torch.bfloat16, "a.bias": torch.float32, "norm.weight": torch.float32, "norm.bias": torch.float32,
+        "a.weight": torch.bfloat16, "a.bias": torch.bfloat16, "norm.weight": torch.float32, "norm.bias": torch.float32,
     }  # fmt: skip
-    ((weight, master),) = masters.items()
-    assert weight is other.weight and torch.equal(master, before) and torch.equal(weight, before.bfloat16())
+    assert [*map(id, masters)] == [id(one.weight), id(one.bias)]
+    assert torch.equal(masters[one.weight], before) and torch.equal(other.weight, before.bfloat16())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

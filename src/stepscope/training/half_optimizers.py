@@ -155,13 +155,16 @@ class AdamWBf16Parameters(OneByOne):
 def halve(model: nn.Module) -> dict[Tensor, Tensor]:
     """Make the model's weights bf16, in place; returns their first values in fp32, by weight.
 
-    Weights are the floating-point parameters of two dimensions or more: those of matrix products, convolutions and
-    embeddings. Vectors, as norms and biases have, stay fp32: they are small, and a norm's scale is near one, where bf16
-    is coarse.
+    Weights are the floating-point parameters of two dimensions or more, those of matrix products, convolutions and
+    embeddings, and the biases beside them: autocast rounds both in each forward. Other vectors, as norms have, stay
+    fp32: they are small, and a norm's scale is near one, where bf16 is coarse.
     """
     masters: dict[Tensor, Tensor] = {}
+    every = [vars(module)["_parameters"] for module in model.modules()]
+    beside = [own.get("bias") for own in every if getattr(own.get("weight"), "ndim", 0) >= 2]
+    biases = {id(bias) for bias in beside if bias is not None}
     for parameter in model.parameters():
-        if parameter.dim() >= 2 and parameter.dtype == torch.float32:
+        if (parameter.dim() >= 2 or id(parameter) in biases) and parameter.dtype == torch.float32:
             masters[parameter] = parameter.detach()
             parameter.data = parameter.detach().to(torch.bfloat16)
     return {weight: masters[weight] for weight in masters if weight.requires_grad}

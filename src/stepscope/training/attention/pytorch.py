@@ -226,6 +226,7 @@ def _register(own: str, name: str, function: AttentionFunction) -> None:
     transformers: Any = importlib.import_module("transformers")
     masking: Any = importlib.import_module("transformers.masking_utils")
     make_mask: Any = getattr(masking, f"{own}_mask")
+    sdpa_forward = importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
 
     def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **more: Any) -> Any:
         said = mask
@@ -238,9 +239,9 @@ def _register(own: str, name: str, function: AttentionFunction) -> None:
         if not torch.compiler.is_compiling():
             _CALL.seen[id(module)] = type(module).__name__, "" if by_own else why_not
         if why_not:
-            return _own_attention(module, own)(module, q, k, v, _tensor(mask), **more)
+            return _own_attention(module, own, sdpa_forward)(module, q, k, v, _tensor(mask), **more)
         if _CALL.judged and not torch.is_autocast_enabled(q.device.type):
-            theirs = functools.partial(_own_attention(module, own), module)
+            theirs = functools.partial(_own_attention(module, own, sdpa_forward), module)
             error = _error_on_random_numbers(function, theirs, (q, k, v), said, more)
             if not error <= _ROUNDING.get(q.dtype, _ROUNDING_OF_16_BITS):
                 raise InputError(
@@ -274,7 +275,9 @@ def _mark(masking: Any) -> None:
     they compute stays the same."""
 
     def marked(name: str, says: Callable[..., tuple[bool, int | None, Tensor | None] | None]) -> None:
-        make = getattr(masking, name)
+        make = getattr(masking, name, None)
+        if make is None:  # another release has it
+            return
 
         @functools.wraps(make)
         def making(*args: Any, **kwargs: Any) -> Any:
@@ -288,6 +291,17 @@ def _mark(masking: Any) -> None:
         inside = _says(masking, mask_function)
         return None if inside is None else (*inside[:2], packed_sequence_mask)
 
+    def both(*functions: Any) -> tuple[bool, int | None, Tensor | None] | None:
+        said = [_says(masking, each) for each in functions]
+        if len(said) != 2 or said[0] is None or said[1] is None:
+            return None
+        (causal, window, packed), (also_causal, other_window, other_packed) = said
+        if None not in (window, other_window) or (packed is not None and other_packed is not None):
+            return None
+        return causal or also_causal, window or other_window, other_packed if packed is None else packed
+
+    marked("and_masks", both)  # by which transformers 5.17 adds documents
+    marked("packed_sequence_mask_function", lambda packed_sequence_mask: (False, None, packed_sequence_mask))
     marked("sliding_window_causal_mask_function", lambda sliding_window: (True, sliding_window, None))
     # For a window on both sides transformers gives the number of keys on one side, without the query's own.
     marked("sliding_window_bidirectional_mask_function", lambda sliding_window: (False, sliding_window + 1, None))
@@ -379,11 +393,17 @@ def _attention_of(
     return function(q, k, v, causal=mask.causal, scale=more.get("scaling"), **needed)
 
 
-def _own_attention(module: Any, own: str) -> Callable[..., Any]:
+_EAGER: dict[type, Callable[..., Any]] = {}
+"""By class of a module, its own attention written out: found before a compiler traces the call."""
+
+
+def _own_attention(module: Any, own: str, sdpa_forward: Callable[..., Any]) -> Callable[..., Any]:
     """What computes a module's attention where nothing takes its place."""
     if own == "sdpa":
-        return importlib.import_module("transformers.integrations.sdpa_attention").sdpa_attention_forward
-    return inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+        return sdpa_forward
+    if type(module) not in _EAGER:
+        _EAGER[type(module)] = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+    return _EAGER[type(module)]
 
 
 def _tensor(mask: Any) -> Any:
