@@ -1,12 +1,14 @@
-"""What a window, packed documents, a softcap, sinks and ALiBi cost, beside PyTorch's FlexAttention and varlen_attn.
+"""What a window, packed documents, a softcap, sinks, ALiBi and a bias cost, beside PyTorch's ways to compute them.
 
-    python benchmarks/attention_kinds.py OUT.json [--seq-len 16384] [--rounds 7]
+    python benchmarks/attention_kinds.py OUT.json [--seq-len 16384] [--rounds 7] [--kinds "slopes,bias of heads"]
     python benchmarks/attention_kinds.py --show OUT.json
 
 One row of causal attention in bf16, 16 heads of head_dim 64, then 8 of 128. `flash` is stepscope's as it comes,
 `triton` the same without its kernels for Hopper, `flex` FlexAttention compiled with a mask of its blocks, `varlen`
-PyTorch's attention of packed sequences. Forward, and forward with backward: the sides of a kind take turns, in rounds
-of ten calls by CUDA events, after a round of warm-up; the median of the rounds. Results are set beside flash's.
+PyTorch's attention of packed sequences, `efficient` its memory-efficient kernel with what is added to scores as a mask
+in bf16. Trained slopes and biases have gradients; a bias of heads has (heads, seq, seq) numbers. Forward, and forward
+with backward: the sides of a kind take turns, in rounds of ten calls by CUDA events, after a round of warm-up; the
+median of the rounds. Results are set beside flash's.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import functools
 import json
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +24,10 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from stepscope.kernels.documents import document_bounds
@@ -33,6 +37,7 @@ from stepscope.kernels.flash.attention import flash_attention
 CALLS, WINDOW, SOFTCAP, DOCUMENTS = 10, 1024, 50.0, 16
 SHAPES = ((64, 16), (128, 8))
 KINDS = ("causal", f"window {WINDOW}", f"{DOCUMENTS} documents", f"softcap {SOFTCAP:g}", "sinks", "slopes")
+TRAINED = ("trained slopes", "bias by distance", "bias of heads")
 PACKED = KINDS[:3]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -56,6 +61,12 @@ def borders(length: int, device: torch.device) -> Tensor:
 
 def arguments(kind: str, heads: int, length: int, device: torch.device) -> dict[str, Any]:
     """What flash_attention gets for a kind."""
+    if kind in TRAINED:
+        size = {TRAINED[1]: (heads, 2 * length - 1), TRAINED[2]: (heads, length, length)}.get(kind)
+        added = (
+            arguments("slopes", heads, length, device)["slopes"] if size is None else torch.randn(size, device=device)
+        )
+        return {"slopes" if size is None else "bias": added.requires_grad_()}
     return {
         KINDS[0]: {},
         KINDS[1]: {"window": WINDOW},
@@ -77,7 +88,7 @@ def by_flex(given: dict[str, Any], length: int, device: torch.device) -> Attend:
     """FlexAttention of a kind that it has."""
     window, bounds = given.get("window", length), given.get("bounds")
     first = torch.zeros(1, length, dtype=torch.int32, device=device) if bounds is None else bounds[0]
-    softcap, slopes = given.get("softcap"), given.get("slopes")
+    softcap, slopes, bias = given.get("softcap"), given.get("slopes"), given.get("bias")
 
     def mask(b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = j <= i
@@ -87,12 +98,14 @@ def by_flex(given: dict[str, Any], length: int, device: torch.device) -> Attend:
     def of_scores(score: Tensor, _b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         if softcap is not None:
             return softcap * torch.tanh(score / softcap)
+        if bias is not None:
+            return score + (bias[h, j - i + length - 1] if bias.dim() == 2 else bias[h, i, j])
         return score if slopes is None else score - slopes[h] * (i - j)
 
     torch.compiler.reset()
     blocks = create_block_mask(mask, 1, None, length, length, device=device)
     compiled = torch.compile(flex_attention, dynamic=False)
-    chosen = of_scores if softcap is not None or slopes is not None else None
+    chosen = None if softcap is None and slopes is None and bias is None else of_scores
     return lambda q, k, v: compiled(q, k, v, block_mask=blocks, score_mod=chosen)
 
 
@@ -112,8 +125,26 @@ def by_varlen(given: dict[str, Any], length: int, device: torch.device) -> Atten
     return attend
 
 
-def sides_of(kind: str, q: Tensor) -> dict[str, Side]:
-    """The ways to compute a kind."""
+def by_efficient(given: dict[str, Any], length: int, device: torch.device) -> Attend:
+    """PyTorch's memory-efficient attention of what is added to scores."""
+    position = torch.arange(length, device=device)
+    distance = position - position[:, None]
+    hidden = distance > 0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if "slopes" in given:
+            added = -given["slopes"][:, None, None] * distance.abs()
+        else:
+            added = given["bias"] if given["bias"].dim() == 3 else given["bias"][:, distance + length - 1]
+        mask = added.masked_fill(hidden, -torch.inf).to(q.dtype)[None]
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    return attend
+
+
+def sides_of(kind: str, q: Tensor) -> tuple[dict[str, Side], list[Tensor]]:
+    """The ways to compute a kind, and what it trains beside queries, keys and values."""
     _, heads, length, _ = q.shape
     given = arguments(kind, heads, length, q.device)
     ours = functools.partial(flash_attention, causal=True, **given)
@@ -122,7 +153,9 @@ def sides_of(kind: str, q: Tensor) -> dict[str, Side]:
         sides["flex"] = Side(by_flex(given, length, q.device))
     if kind in PACKED:
         sides["varlen"] = Side(by_varlen(given, length, q.device))
-    return sides
+    if "slopes" in given or "bias" in given:
+        sides["efficient"] = Side(by_efficient(given, length, q.device))
+    return sides, [each for each in given.values() if isinstance(each, Tensor) and each.requires_grad]
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -149,9 +182,9 @@ def measure(kind: str, head_dim: int, heads: int, length: int, rounds: int) -> d
 
     def both(side: Side) -> list[Tensor]:
         out = side.attend(leaves[0], leaves[1], leaves[2])
-        return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+        return [out.detach(), *torch.autograd.grad(out, [*leaves, *trained], gradient)]
 
-    sides, shown = sides_of(kind, q), {}
+    (sides, trained), shown = sides_of(kind, q), {}
     for name, side in [*sides.items()]:
         try:
             with side.around():
@@ -173,12 +206,12 @@ def measure(kind: str, head_dim: int, heads: int, length: int, rounds: int) -> d
     return {"kind": kind, "head_dim": head_dim, "heads": heads, "sides": shown}
 
 
-def main(out: Path, length: int, rounds: int) -> None:
+def main(out: Path, length: int, rounds: int, kinds: Sequence[str]) -> None:
     """Measure all, and write what there is after each row."""
     name, versions = torch.cuda.get_device_name(), {"torch": torch.__version__, "triton": triton.__version__}
     document = {"device": name, "versions": versions, "seq_len": length, "calls": CALLS, "rounds": rounds, "rows": []}
     for head_dim, heads in SHAPES:
-        for kind in KINDS:
+        for kind in kinds:
             row = measure(kind, head_dim, heads, length, rounds)
             document["rows"].append(row)
             out.write_text(json.dumps(document, indent=1) + "\n")
@@ -189,7 +222,7 @@ def line(row: dict[str, Any]) -> str:
     """A row of the table."""
     cells = [row["kind"], str(row["head_dim"])]
     ours = statistics.median(row["sides"]["flash"]["both_ms"])
-    for name in ("flash", "triton", "flex", "varlen"):
+    for name in ("flash", "triton", "flex", "varlen", "efficient"):
         side = row["sides"].get(name, {})
         if not side.get("both_ms"):
             cells.append("refused" if "refused" in side else "")
@@ -206,7 +239,7 @@ def show(path: Path) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     print(f"{document['device']}, {versions}; one row of {document['seq_len']:,} positions, bf16, causal")
     print("ms of forward, then of forward and backward; times flash's forward and backward\n")
-    print("| kind | head_dim | flash | triton | flex | varlen |\n|---|---|---|---|---|---|")
+    print("| kind | head_dim | flash | triton | flex | varlen | efficient |\n|---|---|---|---|---|---|---|")
     for row in document["rows"]:
         print(line(row))
 
@@ -217,8 +250,9 @@ if __name__ == "__main__":
     parser.add_argument("--show", action="store_true")
     parser.add_argument("--seq-len", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kinds", default=",".join(KINDS), help=f"among {', '.join(KINDS + TRAINED)}")
     options = parser.parse_args()
     if options.show:
         show(options.out)
     else:
-        main(options.out, options.seq_len, options.rounds)
+        main(options.out, options.seq_len, options.rounds, options.kinds.split(","))

@@ -1,4 +1,4 @@
-"""What FlashAttention does to scores beside the scale: softcap, sinks, slopes; by the gate, against float64."""
+"""What FlashAttention does to scores beside the scale: softcap, sinks, slopes, a bias; by the gate, against float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,11 +30,13 @@ from tests.kernels.test_flash_attention import (
 
 pytestmark = pytest.mark.slow
 ALL = scored_shapes()
-SMALL = {"softcap": ALL[0], "sinks": ALL[2], "slopes": ALL[5]}
+SMALL = {"softcap": ALL[0], "sinks": ALL[2], "slopes": ALL[5], "bias": ALL[9]}
 # For Triton's interpreter, whose tiles have 16 and 32 positions.
 SMALLER = (
-    msgspec.structs.replace(ALL[7], batch=1, heads=2, key_heads=1, queries=34, keys=34, window=10),
-    msgspec.structs.replace(ALL[8], batch=1, heads=2, key_heads=1, queries=34, keys=34, documents=(1, 20, 13)),
+    msgspec.structs.replace(ALL[7], batch=1, heads=2, key_heads=1, queries=50, keys=34, window=10, bias="by distance"),
+    msgspec.structs.replace(
+        ALL[8], batch=1, heads=2, key_heads=1, queries=34, keys=34, documents=(1, 20, 13), bias="of heads"
+    ),
 )
 
 
@@ -72,6 +74,9 @@ def test_the_kernels_of_long_sequences_pass_the_gate(part: int):
         ("sinks", lambda given: {"sinks": given["sinks"].detach()}),
         ("sinks", lambda given: {"sinks": given["sinks"].flip(0)}),
         ("slopes", lambda given: {"slopes": given["slopes"] * 1.01}),
+        ("slopes", lambda given: {"slopes": given["slopes"].detach()}),
+        ("bias", lambda given: {"bias": given["bias"].roll(1, -1)}),
+        ("bias", lambda given: {"bias": given["bias"].detach()}),
     ],
 )
 def test_the_gate_sees_a_mistake(kind: str, mistake: Any):
@@ -94,6 +99,18 @@ def test_a_sink_by_hand():
     assert gradient.item() == pytest.approx(-24.0)
 
 
+def test_a_bias_by_hand():
+    """The second query's weights are 1/4 of the key before it and 3/4 of its own; the first sees its own alone."""
+    q, k = (torch.zeros(1, 1, 2, 16, device=DEVICE) for _ in range(2))
+    v = torch.stack([torch.full((16,), 4.0), torch.full((16,), 8.0)])[None, None].to(DEVICE)
+    bias = torch.tensor([[1.0, 3.0, 5.0]], device=DEVICE).log().requires_grad_()  # of the distances -1, 0 and 1
+    out = flash_attention(q, k, v, causal=True, bias=bias)
+    assert torch.allclose(out.detach()[0, 0, :, 0], torch.tensor([4.0, 7.0], device=DEVICE))
+    # Of 16 numbers: 1/4 (4 - 7), and 3/4 (8 - 7).
+    (gradient,) = torch.autograd.grad(out.sum(), [bias])
+    assert torch.allclose(gradient, torch.tensor([[-12.0, 12.0, 0.0]], device=DEVICE))
+
+
 def test_a_transformation_of_each_head_or_sample():
     q, k, v, gradient = inputs(q_shape=(1, 2, 20, 16))
     sinks = torch.tensor([0.5, -1.0], device=DEVICE)
@@ -106,15 +123,16 @@ def test_a_transformation_of_each_head_or_sample():
     many = torch.stack([q, 2 * q])
     mapped = torch.func.vmap(lambda q: flash_attention(q, k, v, causal=True, softcap=3.0))(many)
     assert torch.allclose(mapped[1], reference(2 * q, k, v, causal=True, softcap=3.0), atol=1e-5)
-    with pytest.raises(InputError, match="vmap takes neither sinks nor slopes"):
+    with pytest.raises(InputError, match="vmap takes no sinks, slopes or bias"):
         torch.func.vmap(lambda q: flash_attention(q, k, v, causal=True, sinks=sinks))(many)
 
 
 def test_the_operator_with_sinks_is_sound():
     leaves = [t.detach().requires_grad_() for t in inputs(q_shape=(1, 2, 20, 16))[:3]]
     sinks = torch.zeros(2, device=DEVICE, requires_grad=True)
-    slopes = torch.tensor([0.25, 0.5], device=DEVICE)
-    arguments = (*leaves, True, 0.25, None, None, 5.0, sinks, slopes)
+    slopes = torch.tensor([0.25, 0.5], device=DEVICE, requires_grad=True)
+    bias = torch.zeros(2, 39, device=DEVICE, requires_grad=True)
+    arguments = (*leaves, True, 0.25, None, None, 5.0, sinks, slopes, bias)
     torch.library.opcheck(torch.ops.stepscope.flash_attention_forward.default, arguments)
 
 
@@ -125,7 +143,8 @@ def test_what_cannot_be_done_to_scores_is_one_clear_error():
         ({"softcap": 0.0}, "a softcap above zero, not 0"),
         ({"sinks": torch.ones(3, device=DEVICE)}, r"takes sinks \(2,\) in fp32 .*, not \(3,\) in float32"),
         ({"slopes": two.double()}, r"takes slopes \(2,\) in fp32 .* in float64"),
-        ({"slopes": two.clone().requires_grad_()}, "no gradient of ALiBi's slopes: detach them"),
+        ({"bias": torch.ones(2, 8, device=DEVICE)}, r"here \(2, 15\) or \(2, 8, 8\), not \(2, 8\)"),
+        ({"bias": torch.ones(2, 15, device=DEVICE).half()}, "takes a bias in fp32, or in the queries' dtype"),
     )
     for wrong, words in cases:
         with pytest.raises(InputError, match=words):
@@ -136,4 +155,4 @@ def test_an_attention_without_them_says_so():
     report = check_attention_implementation(
         "sdpa", device=torch.device(DEVICE), dtypes=("fp32",), shapes=[msgspec.structs.replace(ALL[2], batch=1)]
     )
-    assert report.verdicts[0].reason == "takes no softcap, sinks or slopes"
+    assert report.verdicts[0].reason == "takes no softcap, sinks, slopes or bias"

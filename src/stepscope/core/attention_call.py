@@ -34,6 +34,11 @@ Differentiated = Literal["qkv", "q", "kv"]
 Outcome = Literal["passed", "failed", "not supported"]
 
 
+Bias = Literal["none", "by distance", "of heads", "of batches"]
+"""What is added to scores: nothing, a number of each distance j - i of a head, or one of each score of a head, the same
+in all batches or not."""
+
+
 class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
     """One call: sizes, mask and scale, and what its tensors are like."""
 
@@ -57,6 +62,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
     sinks: bool = False
     slopes: bool = False
     """Whether each head has a sink, and a slope of ALiBi (`kernels/flash/tiles.py`)."""
+    bias: Bias = "none"
 
     @property
     def layouts(self) -> tuple[Layout, Layout, Layout, Layout]:
@@ -72,7 +78,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
             device_type=device_type, dtype=dtype, head_dim=self.head_dim, queries=self.queries, keys=self.keys,
             heads=self.heads, key_heads=self.key_heads, window=self.window, backward=backward,
             documents=bool(self.documents), largest_score=largest_score,
-            scoring=self.softcap is not None or self.sinks or self.slopes,
+            scoring=self.softcap is not None or self.sinks or self.slopes or self.bias != "none",
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -88,6 +94,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
             *([f"softcap {self.softcap:g}"] if self.softcap is not None else []),
             *(["sinks"] if self.sinks else []),
             *(["slopes"] if self.slopes else []),
+            *([f"bias {self.bias}"] if self.bias != "none" else []),
             *([f"gradients of {' and '.join(self.differentiated)} alone"] if self.differentiated != "qkv" else []),
         ]
         if isinstance(self.layout, tuple):
@@ -100,7 +107,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
 class TensorError(msgspec.Struct, frozen=True, kw_only=True):
     """The error of the output or of a gradient against float64."""
 
-    tensor: Literal["out", "dq", "dk", "dv", "dsinks"]
+    tensor: Literal["out", "dq", "dk", "dv", "dsinks", "dslopes", "dbias"]
     error: float | None
     """|found - exact| / |exact|; None where something is not finite."""
     allowed: float

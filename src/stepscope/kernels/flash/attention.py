@@ -7,16 +7,15 @@
 With `causal`, query i sees key j if j <= i (top-left alignment if S and T differ, like `is_causal` of PyTorch's
 scaled_dot_product_attention). With a window w it must also hold that i - j < w and, without causal, that j - i < w. A
 row that sees no key gives zeros, logsumexp -inf and no gradient. With documents (`kernels/documents.py`) query i sees
-only keys of its own. tiles.py says what a softcap, sinks and ALiBi's slopes are. Under autocast both run in
+only keys of its own. tiles.py says what a softcap, sinks, ALiBi's slopes and a bias are. Under autocast both run in
 autocast's dtype, like PyTorch's attention.
 
 Forward is deterministic. Backward is deterministic unless its kernels sum dQ in memory, in an order that differs
-between runs: the kernels for Hopper (16 bits, head_dim 64 to 128 in steps of 8, no slopes), and a `fused`
+between runs: the kernels for Hopper (16 bits, head_dim 64 to 128 in steps of 8, no slopes or bias), and a `fused`
 backward if chosen. Neither runs under `torch.use_deterministic_algorithms(True)`, unless it is forced.
 """
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -77,6 +76,7 @@ def _forward(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     launch, recorded_launches, tuning = _launching()
     if q.device.type == "cpu" and not launch.interpreted():
@@ -92,10 +92,10 @@ def _forward(
     target = _dense_target(out)
     precision = tuning.precision_for(q)
 
-    places = _places(bounds, sinks, slopes)
-    given = [each for each in (bounds, sinks, slopes) if each is not None]
+    given = _given(bounds=bounds, sinks=sinks, slopes=slopes, bias=bias)
 
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
+        found = dict(zip(given, tensors[5:], strict=False))
         launch.launch_forward(
             *tensors[:5],
             causal=causal,
@@ -103,15 +103,15 @@ def _forward(
             window=window,
             precision=precision,
             parts=tensors[5 + len(given) :],
-            bounds=_at(tensors, 5, places[0]),
-            scoring=launch.Scoring(softcap, _at(tensors, 5, places[1]), _at(tensors, 5, places[2])),
+            bounds=found.pop("bounds", None),
+            scoring=launch.Scoring(softcap, **found),
             configuration=tuning.forward_configuration(q, causal=causal),
             launcher=launcher,
         )
 
-    of_positions = (each.contiguous() for each in given)
-    tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *of_positions, *launch.parts_for(precision, q, k, v))
-    options = (causal, scale, window, softcap, places, tuning.state(q))
+    parts = launch.parts_for(precision, q, k, v)
+    tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *given.values(), *parts)
+    options = (causal, scale, window, softcap, _layouts(given), tuning.state(q))
     key = _forward_key(q, tensors[1], tensors[2], options)
     recorded_launches.run(key, tensors, call)
     if target is not out:
@@ -141,13 +141,14 @@ def _backward(
     gradient: Tensor, logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     logsumexp: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    bias: Tensor | None = None, of_slopes: bool = False, of_bias: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     launch, recorded_launches, tuning = _launching()
     window = _needed(window, q, k, causal)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    of_sinks = _like_sinks(q, sinks)
+    of_scores = _like_scoring(q, sinks, slopes if of_slopes else None, bias if of_bias else None)
     if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), of_sinks.zero_()
+        return dq, dk.zero_(), dv.zero_(), *(each.zero_() for each in of_scores)
     targets = (_dense_target(dq), _dense_target(dk), _dense_target(dv))
     configuration = tuning.backward_configuration(q, causal=causal)
     dense = _dense(gradient), _dense(q), _dense(k), _dense(v)
@@ -159,64 +160,79 @@ def _backward(
         dense[0],
         causal=causal,
         limited=window is not None or bounds is not None,
-        sloped=slopes is not None,
+        biased=slopes is not None or bias is not None,
     )
     precision = tuning.precision_for(q)
     # A tensor that was saved between the passes may have a new layout. The kernels address logsumexp without strides.
     always = (*dense, _dense(out), logsumexp.contiguous(), *targets, statistics)
     parts = launch.parts_for(precision, q, k, v, gradient)
-    rest = (
-        () if sums is None else (sums,),
-        () if bounds is None else (bounds.contiguous(),),
-        () if slopes is None else (slopes.contiguous(),),
-        () if logsumexp_gradient is None else (logsumexp_gradient.contiguous(),),
-    )
-    tensors = (*always, *parts, *itertools.chain(*rest))
-    ends = tuple(itertools.accumulate(map(len, (always, parts, *rest))))
+    distances = launch.distances_for(q, k) if of_slopes or (of_bias and bias is not None and bias.dim() == 2) else None
+    given = _given(
+        sums=sums, bounds=bounds, slopes=slopes, bias=bias, distances=distances,
+        of_bias=of_scores[2] if of_bias and bias is not None and bias.dim() == 4 else None,
+        logsumexp_gradient=logsumexp_gradient,
+    )  # fmt: skip
+    tensors = (*always, *given.values(), *parts)
 
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
+        found = dict(zip(given, tensors[len(always) :], strict=False))
         backward = launch.Backward(
-            *tensors[: ends[0]], causal=causal, scale=scale, window=window, precision=precision,
-            tma=configuration.tma, rows_first=configuration.rows_first, parts=tensors[ends[0] : ends[1]],
-            sums=next(iter(tensors[ends[1] : ends[2]]), None),
-            bounds=next(iter(tensors[ends[2] : ends[3]]), None),
-            scoring=launch.Scoring(softcap=softcap, slopes=next(iter(tensors[ends[3] : ends[4]]), None)),
+            *tensors[: len(always)], causal=causal, scale=scale, window=window, precision=precision,
+            tma=configuration.tma, rows_first=configuration.rows_first, parts=tensors[len(always) + len(given) :],
+            sums=found.get("sums"), bounds=found.get("bounds"),
+            scoring=launch.Scoring(softcap=softcap, slopes=found.get("slopes"), bias=found.get("bias")),
             launcher=launcher,
         )  # fmt: skip
-        launch.run_backward(backward, configuration, *tensors[ends[4] :])
+        launch.run_backward(backward, configuration, found.get("logsumexp_gradient"))
+        for name in ("distances", "of_bias"):
+            if name in found:
+                backward.bias(found[name], distances=name == "distances")
 
-    strides = tensors[0].stride(), q.stride(), k.stride(), v.stride(), tensors[4].stride(), ends
+    strides = tensors[0].stride(), q.stride(), k.stride(), v.stride(), tensors[4].stride(), _layouts(given)
     key = ("backward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, softcap, tuning.state(q))
     recorded_launches.run(key, tensors, call)
     for gradient_of, target in zip((dq, dk, dv), targets, strict=True):
         if target is not gradient_of:
             gradient_of.copy_(target)
     arguments = (gradient, q, k, v, out, logsumexp, dq, dk, dv)
-    plain = not (window or softcap or any(rest[1:]) or sinks is not None)
+    plain = not (window or softcap or given.keys() - {"sums"} or sinks is not None)
     if recorded_launches.native.extension() is not None and plain and _as_given(always, *arguments):
         recorded_launches.teach_native(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(),
-            key=_forward_key(q, k, v, (causal, scale, window, None, _places(None, None, None), tuning.state(q))),
+            key=_forward_key(q, k, v, (causal, scale, window, None, (), tuning.state(q))),
             backward=recorded_launches.Backward(key, gradient, (dq, dk, dv), statistics, sums),
         )  # fmt: skip
     if sinks is not None:
-        of_sinks.copy_(_sinks_gradient(statistics, sinks, q))
-    return dq, dk, dv, of_sinks
+        of_scores[0].copy_(_sinks_gradient(statistics, sinks, q))
+    if distances is not None:
+        by_distance = launch.by_distance(distances, q.shape[2], k.shape[2])
+        if of_slopes:
+            far = torch.arange(1 - q.shape[2], k.shape[2], device=q.device).abs()
+            of_scores[1].copy_(-(by_distance * far).sum(1))
+        if "of_bias" not in given and of_bias:
+            of_scores[2].copy_(by_distance)
+    return dq, dk, dv, *of_scores
 
 
-def _places(*tensors: Tensor | None) -> tuple[int | None, ...]:
-    """Where each of these tensors stands among those that are given."""
-    count = itertools.count()
-    return tuple(None if each is None else next(count) for each in tensors)
+def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """The tensors that are there, as the kernels take them: the last dimension of a bias dense, the others whole."""
+    return {
+        name: _dense(each) if name == "bias" else each.contiguous()
+        for name, each in tensors.items()
+        if each is not None
+    }
 
 
-def _at(tensors: tuple[Tensor, ...], first: int, place: int | None) -> Tensor | None:
-    return None if place is None else tensors[first + place]
+def _layouts(given: dict[str, Tensor]) -> tuple[object, ...]:
+    """What launches depend on beside the addresses of these tensors."""
+    return tuple((name, each.dtype, each.shape, each.stride()) for name, each in given.items())
 
 
-def _like_sinks(q: Tensor, sinks: Tensor | None) -> Tensor:
-    """A tensor for the gradient of the sinks, without a number where there are none."""
-    return q.new_empty(0, dtype=torch.float32) if sinks is None else torch.empty_like(sinks)
+def _like_scoring(q: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Tensors for the gradients of the sinks, the slopes and the bias, without a number where there is none."""
+    return tuple(
+        q.new_empty(0, dtype=torch.float32) if each is None else each.new_empty(each.shape) for each in tensors
+    )
 
 
 def _sinks_gradient(statistics: Tensor, sinks: Tensor, q: Tensor) -> Tensor:
@@ -226,42 +242,56 @@ def _sinks_gradient(statistics: Tensor, sinks: Tensor, q: Tensor) -> Tensor:
     return -(weights * delta).sum(dim=(0, 2))
 
 
-def _like_gradients(_gradient: Tensor, _of_logsumexp: Tensor | None, *of: Any) -> tuple[Tensor, ...]:
-    """Empty gradients of a backward pass: of q, k, v and the sinks, which are one before the last argument if given."""
-    return *map(torch.empty_like, of[:3]), _like_sinks(of[0], of[10] if len(of) > 10 else None)
+def _like_gradients(
+    _: Tensor, __: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool,
+    scale: float, window: int | None, bounds: Tensor | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, slopes: Tensor | None = None, bias: Tensor | None = None, of_slopes: bool = False,
+    of_bias: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Empty gradients of a backward pass: of q, k, v, the sinks, the slopes and the bias."""
+    of_scores = _like_scoring(q, sinks, slopes if of_slopes else None, bias if of_bias else None)
+    return *map(torch.empty_like, (q, k, v)), *of_scores
 
 
+_SCORING = "Tensor? bounds=None, float? softcap=None, Tensor? sinks=None, Tensor? slopes=None, Tensor? bias=None"
 define(
-    "flash_attention_forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, int? window,"
-    " Tensor? bounds=None, float? softcap=None, Tensor? sinks=None, Tensor? slopes=None) -> (Tensor, Tensor)",
+    f"flash_attention_forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, int? window, {_SCORING})"
+    " -> (Tensor, Tensor)",
     _forward,
     lambda q, *_: (torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)),
 )
 define(
     "flash_attention_backward(Tensor gradient, Tensor? logsumexp_gradient, Tensor q, Tensor k, Tensor v, Tensor out,"
-    " Tensor logsumexp, bool causal, float scale, int? window, Tensor? bounds=None, float? softcap=None,"
-    " Tensor? sinks=None, Tensor? slopes=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    f" Tensor logsumexp, bool causal, float scale, int? window, {_SCORING}, bool of_slopes=False, bool of_bias=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _like_gradients,
 )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.options, bounds, ctx.softcap, sinks, slopes = inputs
-    ctx.save_for_backward(q, k, v, *output, bounds, sinks, slopes)
+    q, k, v, *ctx.options, bounds, ctx.softcap, sinks, slopes, bias = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds, sinks, slopes, bias)
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, gradient: Tensor | None, logsumexp_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
     if gradient is None:
         if logsumexp_gradient is None:
-            return (None,) * 10
+            return (None,) * len(ctx.needs_input_grad)
         gradient = torch.zeros_like(ctx.saved_tensors[3])
-    *saved, bounds, sinks, slopes = ctx.saved_tensors
-    *gradients, of_sinks = torch.ops.stepscope.flash_attention_backward(
-        gradient, logsumexp_gradient, *saved, *ctx.options, bounds, ctx.softcap, sinks, slopes
+    return _all_gradients(ctx, torch.ops.stepscope.flash_attention_backward, gradient, logsumexp_gradient)
+
+
+def _all_gradients(ctx: Any, backward: Callable[..., Sequence[Tensor]], *upstream: Tensor | None) -> Any:
+    """The gradients of all inputs of forward, by the operator of backward."""
+    *saved, bounds, sinks, slopes, bias = ctx.saved_tensors
+    wanted = (*ctx.needs_input_grad[8:], False, False, False)[:3]  # without what a call left out at its end
+    *gradients, of_sinks, of_slopes, of_bias = backward(
+        *upstream, *saved, *ctx.options, bounds, ctx.softcap, sinks, slopes, bias, *wanted[1:]
     )
-    return *gradients, None, None, None, None, None, None if sinks is None else of_sinks, None
+    of_scores = (each if asked else None for asked, each in zip(wanted, (of_sinks, of_slopes, of_bias), strict=True))
+    return *gradients, None, None, None, None, None, *of_scores
 
 
 torch.library.register_autograd("stepscope::flash_attention_forward", _autograd, setup_context=_setup_context)
@@ -320,8 +350,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> 
         raise InputError(f"attention flash takes a window of 1 or more whole positions, not {window}")
 
 
-def check_scoring(q: Tensor, softcap: float | None, sinks: Tensor | None, slopes: Tensor | None) -> None:
-    """Raise an InputError of one line for what cannot be done to the scores of these queries (B, H, S, D)."""
+def check_scoring(
+    q: Tensor, k: Tensor, softcap: float | None, sinks: Tensor | None, slopes: Tensor | None, bias: Tensor | None
+) -> None:
+    """Raise an InputError of one line for what cannot be done to the scores of these tensors."""
     if softcap is not None and not 0 < softcap < math.inf:
         raise InputError(f"attention flash takes a softcap above zero, not {softcap:g}: leave it out for none")
     for name, tensor in (("sinks", sinks), ("slopes", slopes)):
@@ -332,23 +364,39 @@ def check_scoring(q: Tensor, softcap: float | None, sinks: Tensor | None, slopes
                 f"attention flash takes {name} ({q.shape[1]},) in fp32 on {q.device}, one for each head of queries, "
                 f"not {tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
             )
-    if slopes is not None and slopes.requires_grad:
+    if bias is None:
+        return
+    batches, heads, queries, keys = *q.shape[:3], k.shape[2]
+    kinds = (
+        (heads, queries + keys - 1),
+        (heads, queries, keys),
+        (1, heads, queries, keys),
+        (batches, *q.shape[1:3], keys),
+    )
+    if bias.shape not in kinds:
         raise InputError(
-            "attention flash has no gradient of ALiBi's slopes: detach them, or choose attention reference"
+            "attention flash takes a bias (heads, queries + keys - 1), by distance, or (heads, queries, keys), also of "
+            f"each batch: here {kinds[0]} or {kinds[1]}, not {tuple(bias.shape)}; expand it"
+        )
+    if bias.dtype not in (torch.float32, q.dtype) or bias.device != q.device:
+        raise InputError(
+            f"attention flash takes a bias in fp32, or in the queries' dtype, on {q.device}, "
+            f"not {str(bias.dtype).removeprefix('torch.')} on {bias.device}"
         )
 
 
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
     cu_seqlens: Tensor | None = None, bounds: Tensor | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, slopes: Tensor | None = None,
+    sinks: Tensor | None = None, slopes: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v, with scale 1 / sqrt(D) by default. The module says what causal and window hide.
 
     cu_seqlens: the borders of documents. bounds: what `document_bounds` made of them, once for several calls.
     softcap: scores s become softcap tanh(s / softcap), as in Gemma 2 (arXiv:2408.00118). sinks: (H,) fp32, a score that
-    each row of a head has besides, whose value is zero; they may have a gradient. slopes: (H,) fp32, of ALiBi, without
-    one: scores get -slope |i - j|.
+    each row of a head has besides, whose value is zero. slopes: (H,) fp32, of ALiBi: scores get -slope |i - j|. bias:
+    added to scores, in fp32 or the dtype of q: (H, S + T - 1) by distance, whose number j - i + S - 1 is of query i and
+    key j, or (H, S, T), or (B, H, S, T); where it is -inf, a query does not see the key. All three may have gradients.
     """
     q, k, v = as_autocast(q, k, v)
     check_inputs(q, k, v, window)
@@ -356,35 +404,36 @@ def flash_attention(
         bounds = document_bounds(cu_seqlens, q.shape[0], q.shape[2])
     if bounds is not None:
         check_bounds(bounds, q, k)
-    if softcap is not None or sinks is not None or slopes is not None:
-        check_scoring(q, softcap, sinks, slopes)
+    if softcap is not None or sinks is not None or slopes is not None or bias is not None:
+        check_scoring(q, k, softcap, sinks, slopes, bias)
+        bias = bias[None] if bias is not None and bias.dim() == 3 else bias
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    scoring = softcap, sinks, slopes
+    scoring = softcap, sinks, slopes, bias
     if watched(q, k, v):
         if transformed_by_func():
             return _TransformedForward.apply(q, k, v, causal, scale, window, bounds, *scoring)[0]
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds, *scoring)[0]
-    if sinks is not None:
-        # It may need a gradient of its own, which `_Direct` does not return.
+    if sinks is not None or slopes is not None or bias is not None:
+        # They may need gradients of their own, which `_Direct` does not return.
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds, *scoring)[0]
-    if window is None and bounds is None and softcap is None and slopes is None:
+    if window is None and bounds is None and softcap is None:
         _, recorded_launches, tuning = _launching()
         out = recorded_launches.call_native(q, k, v, causal, scale, tuning.configuration_number())
         if out is not None:
             return out
-    return _Direct.apply(q, k, v, (causal, scale, window, bounds, *scoring))
+    return _Direct.apply(q, k, v, (causal, scale, window, bounds, softcap))
 
 
 def _gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float,
-    window: int | None, bounds: Tensor | None = None, *scoring: Any,
+    window: int | None, bounds: Tensor | None = None, softcap: float | None = None,
 ) -> Sequence[Tensor]:  # fmt: skip
     # With gradients enabled, this backward is itself differentiated. The operator then raises, since it cannot be.
     if torch.is_grad_enabled() or watched(q, k, v) or type(gradient) is not Tensor:
         return torch.ops.stepscope.flash_attention_backward(
-            gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds, *scoring
+            gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds, softcap
         )[:3]
-    return _backward(gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds, *scoring)[:3]
+    return _backward(gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds, softcap)[:3]
 
 
 class _Direct(torch.autograd.Function):
@@ -397,7 +446,7 @@ class _Direct(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        options: tuple[bool, float, int | None, Tensor | None, float | None, Tensor | None, Tensor | None],
+        options: tuple[bool, float, int | None, Tensor | None, float | None],
     ) -> Tensor:
         out, logsumexp = _forward(q, k, v, *options)
         ctx.save_for_backward(q, k, v, out, logsumexp)
@@ -484,17 +533,12 @@ class _TransformedForward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, *ctx.options, bounds, ctx.softcap, sinks, slopes = inputs
-        ctx.save_for_backward(q, k, v, *output, bounds, sinks, slopes)
+        _setup_context(ctx, inputs, output)
         ctx.mark_non_differentiable(output[1])  # the logsumexp is not returned to the caller
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, bounds, sinks, slopes = ctx.saved_tensors
-        *found, of_sinks = _TransformedBackward.apply(
-            gradients[0], *saved, *ctx.options, bounds, ctx.softcap, sinks, slopes
-        )
-        return *found, None, None, None, None, None, None if sinks is None else of_sinks, None
+        return _all_gradients(ctx, _TransformedBackward.apply, gradients[0])
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -505,7 +549,7 @@ class _TransformedBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(gradient: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(gradient: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         return torch.ops.stepscope.flash_attention_backward(gradient, None, *rest)
 
     @staticmethod
@@ -537,9 +581,9 @@ def _of_many(run: Callable[..., Sequence[Tensor]], tensors: int) -> Callable[...
         ]
         scoring = inputs[tensors + 4 :]
         if any(isinstance(each, Tensor) for each in scoring):
-            raise InputError(f"{_SUPPORTED}, but vmap takes neither sinks nor slopes: take attention reference")
+            raise InputError(f"{_SUPPORTED}, but vmap takes no sinks, slopes or bias: take attention reference")
         outputs = run(*folded, *options, *bounds, *scoring)
-        # The last result of backward is a gradient of sinks, of which there are none here.
+        # The last results of backward are gradients of sinks, slopes and a bias, of which there are none here.
         whole = tuple(out.unflatten(0, (size, -1)) if out.dim() > 1 else out.expand(size, 0) for out in outputs)
         return whole, (0,) * len(outputs)
 

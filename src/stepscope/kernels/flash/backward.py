@@ -8,7 +8,7 @@ From dO, with c = scale * log2(e) and the forward's logsumexp L (in base 2 here)
     dK = scale dS^T Q             dQ = scale dS K
 
 With a softcap the weights are of c tanh(cap Q K^T), and dS has the factor 1 - tanh^2. A sink's gradient is minus the
-sum of its own weight times delta over the rows.
+sum of its own weight times delta over the rows. What is added to a score has the gradient dS.
 
 (Dao 2023, arXiv:2307.08691, algorithm 2.) There are three ways to sum:
 
@@ -29,8 +29,10 @@ from stepscope.kernels.flash.tiles import (
     as_operand,
     capped,
     document_of,
+    first_of_bias,
     head_and_row,
     in_document,
+    is_split,
     joined,
     keys_visited,
     load_operand,
@@ -115,7 +117,7 @@ def _load_statistic(STATISTICS, row, first_query, padded, BLOCK_M: tl.constexpr,
 def _visit_queries(
     dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
     q_row, g_row, dq_row, key, document_first, document_after, begin, end, queries, keys, window, padded, rows,
-    scale_log2, cap, slope,
+    scale_log2, cap, slope, bias, bias_row, unit,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, EVEN_QUERIES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
     TMA_REDUCE: tl.constexpr, HALF: tl.constexpr,
@@ -127,7 +129,9 @@ def _visit_queries(
             BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
         )  # fmt: skip
         capped_transposed = capped(product(k, transposed(q, PRECISION), None, PRECISION), cap, not HALF)
-        scores_transposed = with_bias(capped_transposed, query[None, :], key[:, None], slope)
+        scores_transposed = with_bias(
+            capped_transposed, query[None, :], key[:, None], queries, keys, slope, bias, bias_row, unit
+        )
         logsumexp = _load_statistic(STATISTICS, statistics_row, first_query, padded, BLOCK_M, TMA)
         weights_transposed = tl.math.exp2(scores_transposed * scale_log2 - logsumexp[None, :])
         if MASKED:
@@ -161,10 +165,10 @@ def _visit_queries(
 
 @triton.jit(do_not_specialize=["together"])
 def flash_key_gradients(
-    Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, SLOPES, scale, scale_log2, cap,
+    Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, SLOPES, BIAS, scale, scale_log2, cap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-    batches, kv_heads, queries, keys, window, padded, together,
+    bias_batch, bias_head, bias_row, batches, kv_heads, queries, keys, window, padded, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, FUSED: tl.constexpr,
@@ -215,9 +219,12 @@ def flash_key_gradients(
         dq_offset = batch_long * dq_batch + long(head) * dq_head
         statistics_row = batch * kv_heads * GROUP + head
         slope = None
+        bias = None
+        unit = LOG2E / scale_log2
         if SLOPES is not None:
-            # In units of a product of a query and a key.
-            slope = tl.load(SLOPES + head) * (LOG2E / scale_log2)
+            slope = tl.load(SLOPES + head) * unit
+        if BIAS is not None:
+            bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
         # Masked tiles before those where every pair is visible, these, and masked tiles behind them.
         begins = (begin, full_begin, full_end)
         ends = (tl.minimum(full_begin, end), full_end, end)
@@ -225,10 +232,10 @@ def flash_key_gradients(
             if side == 1 or WINDOW or BOUNDS is not None or (side == 0 and (CAUSAL or (FUSED and not EVEN_KEYS))):
                 dk, dv = _visit_queries(
                     dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch,
-                    head, q_row, g_row, dq_row, key, document_first, document_after, begins[side], ends[side],
-                    queries, keys, window, padded, rows, scale_log2, cap, slope, HEAD_DIM, BLOCK_D,
-                    BLOCK_M, CAUSAL, WINDOW, side != 1, EVEN_QUERIES, PRECISION, TMA, FUSED, TMA_REDUCE,
-                    DK.dtype.element_ty.primitive_bitwidth == 16,
+                    head, q_row, g_row, dq_row, key, document_first, document_after, begins[side],
+                    ends[side], queries, keys, window, padded, rows, scale_log2, cap, slope, bias, bias_row, unit,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, side != 1, EVEN_QUERIES, PRECISION, TMA, FUSED,
+                    TMA_REDUCE, DK.dtype.element_ty.primitive_bitwidth == 16,
                 )  # fmt: skip
     store_tile(
         DV, batch_long * dv_batch + long(kv_head) * dv_head, dv, first_key, keys, dv_row,
@@ -243,7 +250,8 @@ def flash_key_gradients(
 @triton.jit
 def _visit_keys(
     dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-    query, document_first, document_after, begin, end, keys, window, scale_log2, cap, slope,
+    query, document_first, document_after, begin, end, queries, keys, window, scale_log2, cap,
+    slope, bias, bias_row, unit,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -254,7 +262,7 @@ def _visit_keys(
         )  # fmt: skip
         key = first_key + tl.arange(0, BLOCK_N)
         scores_capped = capped(product(q, transposed(k, PRECISION), None, PRECISION), cap, not HALF)
-        scores = with_bias(scores_capped, query[:, None], key[None, :], slope)
+        scores = with_bias(scores_capped, query[:, None], key[None, :], queries, keys, slope, bias, bias_row, unit)
         weights = tl.math.exp2(scores * scale_log2 - logsumexp[:, None])
         if MASKED:
             mask = visible(query[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
@@ -275,10 +283,10 @@ def _visit_keys(
 
 @triton.jit(do_not_specialize=["together"])
 def flash_query_gradients(
-    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, SLOPES, scale, scale_log2, cap,
+    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, SLOPES, BIAS, scale, scale_log2, cap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
-    batches, kv_heads, queries, keys, window, padded, together,
+    bias_batch, bias_head, bias_row, batches, kv_heads, queries, keys, window, padded, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, PREPARE: tl.constexpr,
@@ -326,9 +334,12 @@ def flash_query_gradients(
     v_offset = batch_long * v_batch + long(kv_head) * v_head
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     slope = None
+    bias = None
+    unit = LOG2E / scale_log2
     if SLOPES is not None:
-        # In units of a product of a query and a key.
-        slope = tl.load(SLOPES + head) * (LOG2E / scale_log2)
+        slope = tl.load(SLOPES + head) * unit
+    if BIAS is not None:
+        bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
     document_first = None
     document_after = None
     if BOUNDS is not None:
@@ -343,7 +354,8 @@ def flash_query_gradients(
         if side == 2 or WINDOW or BOUNDS is not None or (side == 1 and (CAUSAL or not EVEN_KEYS)):
             dq = _visit_keys(
                 dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-                query, document_first, document_after, begins[side], ends[side], keys, window, scale_log2, cap, slope,
+                query, document_first, document_after, begins[side], ends[side], queries, keys, window, scale_log2,
+                cap, slope, bias, bias_row, unit,
                 HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, side != 2, EVEN_KEYS, PRECISION, TMA,
                 DQ.dtype.element_ty.primitive_bitwidth == 16,
             )  # fmt: skip
@@ -355,11 +367,11 @@ def flash_query_gradients(
 
 @triton.jit(do_not_specialize=["together"])
 def flash_joint_gradients(
-    Q, K, V, GRADIENT, Q2, K2, V2, GRADIENT2, DQ, DK, DV, STATISTICS, STATISTICS2, BOUNDS, SLOPES,
+    Q, K, V, GRADIENT, Q2, K2, V2, GRADIENT2, DQ, DK, DV, STATISTICS, STATISTICS2, BOUNDS, SLOPES, BIAS,
     scale, scale_log2, cap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-    batches, kv_heads, queries, keys, window, padded, together,
+    bias_batch, bias_head, bias_row, batches, kv_heads, queries, keys, window, padded, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M2: tl.constexpr, BLOCK_N2: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
@@ -373,21 +385,150 @@ def flash_joint_gradients(
     key_programs = tl.cdiv(keys, BLOCK_N) * batches * kv_heads
     if tl.program_id(0) < key_programs:
         flash_key_gradients(
-            Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, SLOPES, scale, scale_log2, cap,
+            Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, SLOPES, BIAS, scale, scale_log2, cap,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+            bias_batch, bias_head, bias_row,
             batches, kv_heads, queries, keys, window, padded, together, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
             CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, ROWS_FIRST, False, False,
         )  # fmt: skip
     else:
         flash_query_gradients(
-            Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2, BOUNDS, SLOPES,
+            Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2, BOUNDS, SLOPES, BIAS,
             scale, scale_log2, cap,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-            0, 0, 0, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded, together,
+            0, 0, 0, dq_batch, dq_head, dq_row, bias_batch, bias_head, bias_row,
+            batches, kv_heads, queries, keys, window, padded, together,
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_M2, BLOCK_N2, CAUSAL, WINDOW, EVEN_QUERIES2, EVEN_KEYS2, PRECISION, TMA,
             ROWS_FIRST, False, False, key_programs,
         )  # fmt: skip
+
+
+@triton.jit
+def _score_gradients(
+    Q, K, V, GRADIENT, STATISTICS, BOUNDS, SLOPES, BIAS, scale_log2, cap,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    bias_batch, bias_head, bias_row, batch, head, first_query, first_key,
+    batches, heads, queries, keys, window, padded,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dS of one tile, (BLOCK, BLOCK), zero where a query does not see a key."""
+    batch_long = long(batch)
+    kv_head = head // GROUP
+    query = first_query + tl.arange(0, BLOCK)
+    key = first_key + tl.arange(0, BLOCK)
+    mask = visible(query[:, None], key[None, :], keys, window, CAUSAL, WINDOW) & (query < queries)[:, None]
+    if BOUNDS is not None:
+        document_first, document_after = document_of(BOUNDS, batch, batches, query, queries)
+        mask = in_document(mask, key, document_first, document_after)
+    q = load_operand(
+        Q, batch_long * q_batch + long(head) * q_head, batch, head, first_query, queries, q_row,
+        BLOCK, HEAD_DIM, BLOCK_D, False, False, PRECISION,
+    )  # fmt: skip
+    k = load_operand(
+        K, batch_long * k_batch + long(kv_head) * k_head, batch, kv_head, first_key, keys, k_row,
+        BLOCK, HEAD_DIM, BLOCK_D, False, False, PRECISION,
+    )  # fmt: skip
+    # Split operands are of 16 bits, too, and need the accurate tanh.
+    accurate: tl.constexpr = is_split(PRECISION) or Q.dtype.element_ty.primitive_bitwidth != 16
+    scores = capped(product(q, transposed(k, PRECISION), None, PRECISION), cap, accurate)
+    slope = None
+    bias = None
+    unit = LOG2E / scale_log2
+    if SLOPES is not None:
+        slope = tl.load(SLOPES + head) * unit
+    if BIAS is not None:
+        bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
+    scores = with_bias(scores, query[:, None], key[None, :], queries, keys, slope, bias, bias_row, unit)
+    statistics = STATISTICS + long(batch * heads + head) * padded + query
+    logsumexp = tl.load(statistics, mask=query < queries, other=float("inf"))
+    delta = tl.load(statistics + long(batches) * heads * padded, mask=query < queries, other=0.0)
+    weights = tl.where(mask, tl.math.exp2(scores * scale_log2 - logsumexp[:, None]), 0.0)
+    v = load_operand(
+        V, batch_long * v_batch + long(kv_head) * v_head, batch, kv_head, first_key, keys, v_row,
+        BLOCK, HEAD_DIM, BLOCK_D, False, False, PRECISION,
+    )  # fmt: skip
+    gradient = load_operand(
+        GRADIENT, batch_long * g_batch + long(head) * g_head, batch, head, first_query, queries, g_row,
+        BLOCK, HEAD_DIM, BLOCK_D, False, False, PRECISION,
+    )  # fmt: skip
+    dp = product(gradient, transposed(v, PRECISION), None, PRECISION)
+    return weights * (dp - delta[:, None])
+
+
+@triton.jit
+def flash_bias_gradients(
+    Q, K, V, GRADIENT, STATISTICS, BOUNDS, SLOPES, BIAS, TARGET, scale_log2, cap,
+    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+    bias_batch, bias_head, bias_row, batches, kv_heads, queries, keys, window, padded,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr, DISTANCES: tl.constexpr,
+    OF_BATCHES: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of what is added to scores: sums of dS, in a fixed order.
+
+    A program has one tile of a head, (BLOCK, BLOCK), and sums it over the batches, unless each has its own
+    (OF_BATCHES): TARGET is (1 or B, H, S, T). With DISTANCES it sums all tiles on one diagonal of tiles, then its own
+    diagonals: TARGET is fp32 (H, diagonals of tiles, 2, BLOCK), of j - i - BLOCK * (tile of keys - tile of queries)
+    from -BLOCK to BLOCK - 1.
+    """
+    row_tiles = tl.cdiv(queries, BLOCK)
+    key_tiles = tl.cdiv(keys, BLOCK)
+    heads = kv_heads * GROUP
+    place = tl.arange(0, BLOCK)
+    program = tl.program_id(0)
+    first_batch = 0
+    diagonals = row_tiles + key_tiles - 1
+    diagonal = 0
+    if DISTANCES:
+        # The longest diagonals come first, and those above the main one, which a causal mask hides, last.
+        head = program % heads
+        diagonal = program // heads
+        diagonal = tl.where(diagonal < row_tiles, row_tiles - 1 - diagonal, diagonal)
+        row_tile = tl.maximum(0, row_tiles - 1 - diagonal)
+        key_tile = row_tile + diagonal - (row_tiles - 1)
+        length = tl.minimum(row_tiles - row_tile, key_tiles - key_tile)
+        count = length * batches
+    else:
+        key_tile = program % key_tiles
+        row_tile = program // key_tiles % row_tiles
+        first_batch = program // (key_tiles * row_tiles) // heads
+        head = program // (key_tiles * row_tiles) % heads
+        length = 1
+        count = 1 if OF_BATCHES else batches
+    # Of all pairs of a tile: the distance of keys from queries.
+    least = (key_tile - row_tile) * BLOCK - (BLOCK - 1)
+    most = least + 2 * (BLOCK - 1)
+    if CAUSAL:
+        count = tl.where(least > 0, 0, count)
+    if WINDOW:
+        count = tl.where(-most >= window, 0, count)
+        if not CAUSAL:
+            count = tl.where(least >= window, 0, count)
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for turn in range(count):
+        batch = first_batch + turn // length
+        total += _score_gradients(
+            Q, K, V, GRADIENT, STATISTICS, BOUNDS, SLOPES, BIAS, scale_log2, cap,
+            q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
+            bias_batch, bias_head, bias_row, batch, head, (row_tile + turn % length) * BLOCK,
+            (key_tile + turn % length) * BLOCK, batches, heads, queries, keys, window, padded,
+            GROUP, HEAD_DIM, BLOCK_D, BLOCK, CAUSAL, WINDOW, PRECISION,
+        )  # fmt: skip
+    if DISTANCES:
+        # Row a of the tile, turned left by a, has the distances 0, 1, ..., then those below zero, -BLOCK + ... up.
+        turned = (place[:, None] + place[None, :]) % BLOCK
+        ahead = (place[:, None] + place[None, :]) < BLOCK
+        total = tl.gather(total, turned, 1)
+        target = TARGET + (long(head) * diagonals + diagonal) * (2 * BLOCK) + place
+        tl.store(target, tl.sum(tl.where(ahead, 0.0, total), 0))
+        tl.store(target + BLOCK, tl.sum(tl.where(ahead, total, 0.0), 0))
+    else:
+        target = TARGET + long(program // (key_tiles * row_tiles)) * queries * keys
+        target = target + (long(row_tile * BLOCK) * keys + key_tile * BLOCK) + place[:, None] * keys + place[None, :]
+        inside = (row_tile * BLOCK + place < queries)[:, None] & (key_tile * BLOCK + place < keys)[None, :]
+        tl.store(target, total.to(TARGET.dtype.element_ty), mask=inside)
 
 
 # ---- the ends of a backward pass whose kernels sum in global memory: sums in fp32 become gradients in their own dtype

@@ -20,6 +20,7 @@ from stepscope.kernels.flash.tiles import (
     as_operand,
     capped,
     document_of,
+    first_of_bias,
     in_document,
     keys_visited,
     load_operand,
@@ -40,7 +41,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _visit_keys(
     output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_stride, v_stride,
-    queries_of_tile, document_first, document_after, begin, end, keys, window, scale_log2, cap, slope,
+    queries_of_tile, document_first, document_after, begin, end, queries, keys, window, scale_log2, cap,
+    slope, bias, bias_row, unit,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr, HALF: tl.constexpr,
@@ -52,14 +54,14 @@ def _visit_keys(
         )  # fmt: skip
         scores = capped(product(q, transposed(k, PRECISION), None, PRECISION), cap, not HALF)
         key = first_key + tl.arange(0, BLOCK_N)
-        scores = with_bias(scores, queries_of_tile[:, None], key[None, :], slope)
+        scores = with_bias(scores, queries_of_tile[:, None], key[None, :], queries, keys, slope, bias, bias_row, unit)
         if MASKED:
             mask = visible(queries_of_tile[:, None], key[None, :], keys, window, CAUSAL, WINDOW)
             mask = in_document(mask, key, document_first, document_after)
             scores = tl.where(mask, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
         shift = new_maximum
-        if WINDOW or document_first is not None:
+        if WINDOW or document_first is not None or bias is not None:
             # A row that has seen no key yet has the maximum -inf, and -inf - -inf is NaN.
             shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.math.exp2(scores * scale_log2 - shift[:, None])
@@ -77,8 +79,9 @@ def _visit_keys(
 
 @triton.jit
 def _attend_tile(
-    tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, scale_log2, cap,
+    tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    bias_batch, bias_head, bias_row,
     batches, heads, queries, keys, window, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
@@ -111,9 +114,12 @@ def _attend_tile(
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     slope = None
+    bias = None
+    unit = LOG2E / scale_log2
     if SLOPES is not None:
-        # In units of a product of a query and a key.
-        slope = tl.load(SLOPES + head) * (LOG2E / scale_log2)
+        slope = tl.load(SLOPES + head) * unit
+    if BIAS is not None:
+        bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
     document_first = None
     document_after = None
     if BOUNDS is not None:
@@ -128,7 +134,8 @@ def _attend_tile(
         if side == 2 or WINDOW or BOUNDS is not None or (side == 1 and (CAUSAL or not EVEN_KEYS)):
             output, total, maximum = _visit_keys(
                 output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-                query, document_first, document_after, begins[side], ends[side], keys, window, scale_log2, cap, slope,
+                query, document_first, document_after, begins[side], ends[side], queries, keys, window,
+                scale_log2, cap, slope, bias, bias_row, unit,
                 HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, side != 2, EVEN_KEYS, PRECISION, TMA,
                 WARP_SPECIALIZE and side == 2, OUT.dtype.element_ty.primitive_bitwidth == 16,
             )  # fmt: skip
@@ -154,8 +161,9 @@ def _attend_tile(
 
 @triton.jit(do_not_specialize=["together"])
 def flash_forward(
-    Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, scale_log2, cap,
+    Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+    bias_batch, bias_head, bias_row,
     batches, heads, queries, keys, window, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
@@ -164,24 +172,26 @@ def flash_forward(
 ):  # fmt: skip
     """Compute forward: one program per tile of queries of a head or, if PERSISTENT, per multiprocessor.
 
-    LOGSUMEXP is (B, H, S) fp32, contiguous. tiles.py describes BOUNDS, SINKS, SLOPES and cap. Strides are in elements;
-    the head dimension is dense. With TMA, Q, K and V are tensor descriptors of (B, H, rows, D) with blocks (1, 1,
-    BLOCK_M or BLOCK_N, BLOCK_D).
+    LOGSUMEXP is (B, H, S) fp32, contiguous. tiles.py describes BOUNDS, SINKS, SLOPES, BIAS and cap. Strides are in
+    elements; the head dimension is dense. With TMA, Q, K and V are tensor descriptors of (B, H, rows, D) with blocks
+    (1, 1, BLOCK_M or BLOCK_N, BLOCK_D).
     """
     if PERSISTENT:
         tiles = tl.cdiv(queries, BLOCK_M) * batches * heads
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):  # pyright: ignore[reportGeneralTypeIssues]
             _attend_tile(
-                tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, scale_log2, cap,
+                tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap,
                 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+                bias_batch, bias_head, bias_row,
                 batches, heads, queries, keys, window, together,
                 GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS,
                 NEGATE, PRECISION, TMA, WARP_SPECIALIZE, ROWS_FIRST,
             )  # fmt: skip
     else:
         _attend_tile(
-            tl.program_id(0), Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, scale_log2, cap,
+            tl.program_id(0), Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
+            bias_batch, bias_head, bias_row,
             batches, heads, queries, keys, window, together,
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS,
             NEGATE, PRECISION, TMA, WARP_SPECIALIZE, ROWS_FIRST,

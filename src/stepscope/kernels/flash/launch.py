@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.kernels.flash.backward import (
+    flash_bias_gradients,
     flash_finish_keys,
     flash_finish_queries,
     flash_joint_gradients,
@@ -56,6 +57,18 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None
     """(H,) fp32, contiguous, as the slopes."""
     slopes: Tensor | None = None
+    bias: Tensor | None = None
+    """(H, S + T - 1) by distance, or (1 or B, H, S, T); the last dimension is dense."""
+
+    @property
+    def bias_strides(self) -> tuple[int, int, int]:
+        """Those of the batch, the head and the query."""
+        if self.bias is None:
+            return 0, 0, 0
+        if self.bias.dim() == 2:
+            return 0, self.bias.stride(0), -1
+        of_batch, of_head, of_query, _ = self.bias.stride()
+        return 0 if self.bias.shape[0] == 1 else of_batch, of_head, of_query
 
     def factors(self, scale: float) -> tuple[float, float | None]:
         """The factor on a score in base 2, and that on a product before its tanh."""
@@ -151,9 +164,12 @@ def launch_forward(
 ) -> object:  # fmt: skip
     """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous). `parts` are the buffers of `parts_for` q, k and v.
 
-    `bounds` are those of documents, (2, B, S) int32, contiguous. The kernel in Gluon takes no slopes.
+    `bounds` are those of documents, (2, B, S) int32, contiguous. The kernel in Gluon takes no slopes and no bias.
     """
-    plain, limited = scale >= 0 and scoring.slopes is None, window is not None or bounds is not None
+    plain, limited = (
+        scale >= 0 and scoring.slopes is None and scoring.bias is None,
+        window is not None or bounds is not None,
+    )
     if configuration.hopper is not None and plain and hopper_takes(q, k, v, out, limited=limited):
         return _required_hopper().launch_hopper_forward(
             q,
@@ -190,8 +206,8 @@ def launch_forward(
         _described(q, tiles.block_m, block_d) if tma else q,
         _described(k, tiles.block_n, block_d) if tma else k,
         _described(v, tiles.block_n, block_d) if tma else v,
-        out, logsumexp, bounds, scoring.sinks, scoring.slopes, *scoring.factors(abs(scale)),
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+        out, logsumexp, bounds, scoring.sinks, scoring.slopes, scoring.bias, *scoring.factors(abs(scale)),
+        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *scoring.bias_strides,
         batches, heads, queries, keys, window or 0, _together(queries, keys, block_d, batches * heads),
         heads // kv_heads, head_dim, block_d, tiles.block_m, tiles.block_n,
         causal, window is not None, queries % tiles.block_m == 0, keys % tiles.block_n == 0, scale < 0,
@@ -214,15 +230,16 @@ def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None
 
 def sums_for(
     configuration: BackwardConfiguration, statistics: Tensor, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor,
-    *, causal: bool, limited: bool, sloped: bool = False,
+    *, causal: bool, limited: bool, biased: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """A buffer for the sums of dQ if the kernel in Gluon takes this pass. With None, the other kernels run.
 
     The kernel in Gluon sums dQ in an order that differs between runs, so it does not run if PyTorch must be
-    deterministic. It takes no slopes (`sloped`). It also does not run if a causal mask leaves keys that no query
-    sees. It would add their products to another head's sums, and these are zeros only if keys and values are finite.
+    deterministic. It takes no slopes and no bias (`biased`). It also does not run if a causal mask leaves keys that no
+    query sees. It would add their products to another head's sums, and these are zeros only if keys and values are
+    finite.
     """
-    if configuration.hopper is None or sloped or torch.are_deterministic_algorithms_enabled():
+    if configuration.hopper is None or biased or torch.are_deterministic_algorithms_enabled():
         return None
     if causal and k.shape[2] > statistics.shape[1]:
         return None
@@ -235,6 +252,28 @@ def _required_hopper() -> "ModuleType":
     module = _hopper()
     assert module is not None  # only calls that this module takes come here
     return module
+
+
+def block_of_bias(q: Tensor, head_dim: int) -> int:
+    """The rows and columns of a tile of the bias's gradient: as many as registers hold beside their operands."""
+    return 32 if interpreted() or (q.element_size() == 4 and head_dim > 64) else 64
+
+
+def distances_for(q: Tensor, k: Tensor) -> Tensor:
+    """A buffer for the gradient of each distance of a key from a query, by diagonals of tiles."""
+    block = block_of_bias(q, q.shape[3])
+    diagonals = tiles_of(q.shape[2], block) + tiles_of(k.shape[2], block) - 1
+    return torch.empty((q.shape[1], diagonals, 2, block), dtype=torch.float32, device=q.device)
+
+
+def by_distance(found: Tensor, queries: int, keys: int) -> Tensor:
+    """(H, S + T - 1) fp32 of what `Backward.bias` found of the distances j - i from 1 - S to T - 1."""
+    heads, diagonals, _, block = found.shape
+    line = found.new_zeros(heads, diagonals + 1, block)
+    line[:, :-1] += found[:, :, 0]
+    line[:, 1:] += found[:, :, 1]
+    first = tiles_of(queries, block) * block - (queries - 1)
+    return line.view(heads, -1)[:, first : first + queries + keys - 1]
 
 
 class Backward:
@@ -256,7 +295,9 @@ class Backward:
         self.dq, self.dk, self.dv = dq, dk, dv
         self.sums = sums
         self._limits = {"window": window, "bounds": bounds, "softcap": scoring.softcap}
-        self._scores = (bounds, scoring.slopes, scale, *scoring.factors(scale))
+        self._added = (bounds, scoring.slopes, scoring.bias)
+        self._scores = (*self._added, scale, *scoring.factors(scale))
+        self._bias_strides = scoring.bias_strides
         self.rows_first = rows_first
         self.scale = scale
         self.causal = causal
@@ -309,7 +350,7 @@ class Backward:
             flash_key_gradients, (tiles_of(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
             *self._operands(tiles), target, self.dk, self.dv, self._statistics(tiles),
             *self._scores, *self._inputs,
-            *sums.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
+            *sums.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._bias_strides, *self._sizes,
             *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading, self.rows_first, fused, tma_reduce,
             **_options(tiles),
         )  # fmt: skip
@@ -342,7 +383,7 @@ class Backward:
             *self._operands(tiles), self.out, self.logsumexp,
             self.logsumexp if logsumexp_gradient is None else logsumexp_gradient,
             self.dq, self.statistics, *self._scores,
-            *self._inputs, *self.out.stride()[:3], *self.dq.stride()[:3], *self._sizes,
+            *self._inputs, *self.out.stride()[:3], *self.dq.stride()[:3], *self._bias_strides, *self._sizes,
             *self._shape(tiles), *self._mask,
             even_queries and rows == self.queries, even_keys, *self._loading,
             self.rows_first, prepare, logsumexp_gradient is not None, None,
@@ -357,10 +398,26 @@ class Backward:
             flash_joint_gradients, (key_programs + query_programs,),
             *self._operands(keys), *self._operands(queries), self.dq, self.dk, self.dv,
             self._statistics(keys), self.statistics, *self._scores, *self._inputs,
-            *self.dq.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
+            *self.dq.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._bias_strides, *self._sizes,
             *self._shape(keys), queries.block_m, queries.block_n, *self._mask,
             *self._even(keys), *self._even(queries), *self._loading, self.rows_first,
             **_options(keys),
+        )  # fmt: skip
+
+    def bias(self, target: Tensor, *, distances: bool) -> object:
+        """Fill the gradient of the bias, (1 or B, H, S, T), or of each distance (`distances_for`), once the row
+        statistics are there."""
+        block = block_of_bias(self.q, self.head_dim)
+        tiles = target.shape[1]
+        if not distances:
+            tiles = tiles_of(self.queries, block) * tiles_of(self.keys, block) * target.shape[0]
+        return self.launch(
+            flash_bias_gradients, (self.heads * tiles,),
+            *self._operands_of, self.statistics, *self._added, target, *self._scores[-2:],
+            *self._inputs, *self._bias_strides, *self._sizes[:6],
+            self.heads // self.kv_heads, self.head_dim, self.block_d, block, *self._mask, self._loading[0], distances,
+            not distances and target.shape[0] > 1,
+            num_warps=4 if block == 32 or self.block_d <= 64 else 8, num_stages=1,
         )  # fmt: skip
 
     def hopper(self, sums: Tensor, configuration: HopperBackward, logsumexp_gradient: Tensor | None = None) -> object:

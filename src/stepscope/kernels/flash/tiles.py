@@ -10,6 +10,8 @@ Between the product q k^T and the softmax, scores may be changed, with c = scale
 
     cap        x = tanh(cap q k) and c = softcap * log2(e), where cap = scale / softcap; None without a softcap
     SLOPES     (H,) fp32, of ALiBi (Press 2021, arXiv:2108.12409): the score less slope |i - j|; None without
+    BIAS       added to the score: the number at bias_batch b + bias_head h + bias_row i + j, or, with a row of -1, at
+               S - 1 + j - i of its head (Raffel 2019, arXiv:1910.10683); -inf hides the key; None without
     SINKS      (H,) fp32: a score that every row has besides, whose value is zero (Xiao 2023, arXiv:2309.17453); None
                without
 
@@ -145,12 +147,24 @@ def capped(scores, cap, ACCURATE: tl.constexpr):
 
 
 @triton.jit
-def with_bias(scores, query, key, slope):
-    """Scores less the slope for each position between a query and a key (ALiBi); slope None: the scores themselves."""
-    if slope is None:
-        return scores
-    else:
-        return scores - slope * tl.abs(query - key).to(tl.float32)
+def first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row):
+    """A pointer to what is added to the score of a head's first query and first key."""
+    return BIAS + (long(batch) * bias_batch + long(head) * bias_head + tl.where(bias_row < 0, queries - 1, 0))
+
+
+@triton.jit
+def with_bias(scores, query, key, queries, keys, slope, bias, bias_row, unit):
+    """Scores less the slope for each position between a query and a key, and with a head's bias; neither where None.
+
+    query and key broadcast against each other. unit: what one of bias is in a product of a query and a key.
+    """
+    if slope is not None:
+        scores = scores - slope * tl.abs(query - key).to(tl.float32)
+    if bias is not None:
+        # 64 bits for each row: offsets in a tile took more registers.
+        numbers = bias + query.to(tl.int64) * bias_row + key
+        scores += tl.load(numbers, mask=(query < queries) & (key < keys), other=0.0).to(tl.float32) * unit
+    return scores
 
 
 @triton.jit

@@ -200,8 +200,8 @@ def packed_shapes() -> tuple[AttentionShape, ...]:
 
 
 def scored_shapes() -> tuple[AttentionShape, ...]:
-    """Calls with a softcap, sinks or slopes, for the attentions that take them, alone, together, and with a window and
-    documents."""
+    """Calls with a softcap, sinks, slopes or a bias, for the attentions that take them, alone, together, with a window
+    and documents, and with rows that see nothing, through a window or a bias."""
     kinds: tuple[tuple[int, int, bool, dict[str, Any]], ...] = (
         (70, 64, True, {"softcap": 2.0}),
         (130, 16, False, {"softcap": 30.0, "numbers": "rising", "layout": "transposed"}),
@@ -212,11 +212,18 @@ def scored_shapes() -> tuple[AttentionShape, ...]:
         (70, 64, True, {"sinks": True, "window": 20, "softcap": 5.0}),
         (50, 16, False, {"sinks": True, "slopes": True, "window": 20}),
         (50, 16, True, {"sinks": True, "softcap": 5.0, "documents": (1, 30, 19, 32, 12, 6)}),
+        (97, 64, True, {"bias": "by distance"}),
+        (70, 16, False, {"bias": "by distance", "keys": 101, "scale": -0.2, "slopes": True}),
+        (150, 64, True, {"bias": "by distance", "keys": 65, "window": 20}),
+        (65, 64, False, {"bias": "of heads", "softcap": 5.0, "layout": "transposed"}),
+        (67, 16, True, {"bias": "of heads", "keys": 40, "sinks": True}),
+        (77, 64, False, {"bias": "of batches", "window": 20, "slopes": True}),
+        (50, 16, True, {"bias": "of batches", "documents": (1, 30, 19, 32, 12, 6)}),
+        (50, 16, False, {"bias": "by distance", "documents": (1, 30, 19, 32, 12, 6), "numbers": "offset"}),
     )
+    same: dict[str, Any] = {"batch": 2, "heads": 4, "key_heads": 2}
     return tuple(
-        AttentionShape(
-            batch=2, heads=4, key_heads=2, queries=length, keys=length, head_dim=head_dim, causal=causal, **of
-        )
+        AttentionShape(**same | {"queries": length, "keys": length, "head_dim": head_dim, "causal": causal} | of)
         for length, head_dim, causal, of in kinds
     )
 
@@ -236,6 +243,8 @@ def long_limited_shapes() -> tuple[AttentionShape, ...]:
         (True, 2, {"softcap": 5.0, "sinks": True}),
         (False, 4, {"softcap": 50.0, "numbers": "rising"}),
         (False, 2, {"sinks": True, "numbers": "offset", "slopes": True}),
+        (True, 4, {"bias": "by distance"}),
+        (False, 2, {"bias": "of heads"}),
     )
     return tuple(
         AttentionShape(
@@ -266,8 +275,25 @@ def call_options(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
     if shape.sinks:
         options["sinks"] = (heads / 2 - 1).requires_grad_(shape.differentiated == "qkv")
     if shape.slopes:
-        options["slopes"] = torch.exp2(-8 * heads / shape.heads)  # as ALiBi has them for so many heads
+        slopes = torch.exp2(-8 * heads / shape.heads)  # as ALiBi has them for so many heads
+        options["slopes"] = slopes.requires_grad_(shape.differentiated == "qkv")
+    if shape.bias != "none":
+        options["bias"] = draw_bias(shape, device).requires_grad_(shape.differentiated == "qkv")
     return options
+
+
+def draw_bias(shape: AttentionShape, device: torch.device) -> Tensor:
+    """Random numbers of the size 1, the same again. Every fifth query of a bias of each score is left two keys at
+    most, the last one that it sees and the first, and that of a batch's first head none."""
+    generator = torch.Generator().manual_seed(zlib.crc32(str(shape).encode()))
+    if shape.bias == "by distance":
+        return torch.randn(shape.heads, shape.queries + shape.keys - 1, generator=generator).to(device)
+    size = (shape.heads, shape.queries, shape.keys)
+    bias = torch.randn(size if shape.bias == "of heads" else (shape.batch, *size), generator=generator)
+    bias[..., ::5, 1:-1] = -math.inf
+    if shape.bias == "of batches":
+        bias[:, 0, 3::7] = -math.inf
+    return bias.to(device)
 
 
 def _pairings(*, plain: bool) -> list[AttentionShape]:
@@ -370,19 +396,21 @@ query that sees one key. Its error is measured against the terms, and may be ROW
 _MOST_SCORES = 1 << 26
 """With more scores, float64 attention is made in chunks: each S x T that autograd keeps would take over half a GiB."""
 
-_OF_SINKS = "gradient of sinks"
-_TENSORS: dict[str, Literal["out", "dq", "dk", "dv", "dsinks"]] = {
+_OF_SCORES = ("gradient of sinks", "gradient of slopes", "gradient of bias")
+_TENSORS: dict[str, Literal["out", "dq", "dk", "dv", "dsinks", "dslopes", "dbias"]] = {
     "output": "out",
     "gradient of q": "dq",
     "gradient of k": "dk",
     "gradient of v": "dv",
-    "gradient of sinks": "dsinks",
+    **dict(zip(_OF_SCORES, ("dsinks", "dslopes", "dbias"), strict=True)),
 }
 """Results of a call, and what a verdict calls them."""
 _UNKNOWN = "twice as far as others, for rounding that nobody says of it"
 _ROUNDED = "twice as far as others, four times sdpa's error, for rounding scores and weights to 16 bits"
 _CUT_OFF = "twice as far as on a GPU, where bf16 is rounded: Triton's interpreter cuts numbers off"
-_UNSCORED = "with a softcap, sinks or slopes is by sdpa's errors of the same call without them, since it has none"
+_UNSCORED = (
+    "with a softcap, sinks, slopes or a bias is by sdpa's errors of the same call without them, since it has none"
+)
 _GROUPED = (
     "in fp32 with grouped heads is twice the larger of two errors of sdpa, of the call and of keys and values repeated "
     "for each head: PyTorch has no fused attention of the first, and what it writes out comes closer"
@@ -473,7 +501,7 @@ class _Case:
         wide, plain = call.widened(), call
         if shape.call(device.type, dtype).scoring:
             # sdpa does none of it: its errors are of the same call without.
-            alike = msgspec.structs.replace(shape, softcap=None, sinks=False, slopes=False)
+            alike = msgspec.structs.replace(shape, softcap=None, sinks=False, slopes=False, bias="none")
             plain = Call((q, k, v), call_options(alike, device))
         exact = _run(chunked if large and not shape.documents else reference, wide, gradient.double(), backward=True)
         of_sdpa = exact if plain is call else _run(reference, plain.widened(), gradient.double(), backward=True)
@@ -492,10 +520,9 @@ class _Case:
         worst = {
             name: (max(each[name][0] for each in errors), max(each[name][1] for each in errors)) for name in of_sdpa
         }
-        if _OF_SINKS in exact:
-            # A sum of the same numbers, of which there are too few for their errors to be of an even size.
-            whole, row = worst["gradient of q"]
-            worst[_OF_SINKS] = (2 * whole, row)
+        whole, row = worst.get("gradient of q", (0.0, 0.0))
+        # Sums of the same numbers, of which there are too few for their errors to be of an even size.
+        worst |= {name: (2 * whole, row) for name in exact if name in _OF_SCORES}
         largest_score = None
         if not large:
             of_q, of_k = (each.detach() for each in wide.args[:2])
@@ -674,8 +701,7 @@ def _terms(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[str, float
         "gradient of q": for_scores * size_k * math.sqrt(q.numel()),
         "gradient of k": for_scores * size_q * math.sqrt(k.numel()),
         "gradient of v": size_gradient * math.sqrt(k.numel()),
-        _OF_SINKS: for_scores * math.sqrt(q.numel() / q.shape[-1]),
-    }
+    } | dict.fromkeys(_OF_SCORES, for_scores * math.sqrt(q.numel() / q.shape[-1]))
 
 
 # A user's function, before a step runs it.

@@ -82,17 +82,20 @@ CHUNK = 256
 def reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
     bounds: Tensor | None = None, subtract_maximum: bool = True, first_query: int = 0, softcap: float | None = None,
-    sinks: Tensor | None = None, slopes: Tensor | None = None,
+    sinks: Tensor | None = None, slopes: Tensor | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum. `flash_attention` says
-    what a softcap, sinks and slopes are.
+    what a softcap, sinks, slopes and a bias are.
 
     bounds: those of documents. first_query: the position of the first query, where queries are the later part of a
     sequence; without a window.
     """
+    if bias is not None and bias.dim() == 2:
+        bias = of_distances(bias, k.shape[-2])
     masked = fully_masked_queries(q, k, window)
     if masked:
-        scoring = {"softcap": softcap, "sinks": sinks, "slopes": slopes}
+        seen = None if bias is None else bias[..., :-masked, :]
+        scoring = {"softcap": softcap, "sinks": sinks, "slopes": slopes, "bias": seen}
         function = partial(reference, subtract_maximum=subtract_maximum, **scoring)
         return with_zeros(function, masked, q, k, v, causal=causal, scale=scale, window=window)
     k, v = for_all_heads(q, k, v)
@@ -105,6 +108,8 @@ def reference(
             query_S1 = torch.arange(first_query, first_query + q.shape[-2], device=q.device)[:, None]
             distance_ST = (query_S1 - torch.arange(k.shape[-2], device=q.device)).abs()
             scores_BHST = scores_BHST - slopes.to(q.dtype)[:, None, None] * distance_ST
+        if bias is not None:
+            scores_BHST = scores_BHST + bias.to(q.dtype)
         if causal or window is not None:
             # The mask has no name: a name would keep it alive beside the softmax where no graph needs it.
             query_S1 = torch.arange(first_query, first_query + q.shape[-2], device=q.device)[:, None]
@@ -122,12 +127,24 @@ def reference(
             # Softmax does not change when a row is shifted, so the maximum's gradient is zero: detached, the scores
             # need not be saved for backward (one S x T tensor in three).
             maximum_BHS1 = scores_BHST.detach().amax(dim=-1, keepdim=True)
+            if bias is not None:  # it may hide all keys of a query
+                maximum_BHS1 = maximum_BHS1.masked_fill(maximum_BHS1 == -math.inf, 0)
             exponentials_BHST = torch.exp(scores_BHST - maximum_BHS1)
         else:
             exponentials_BHST = torch.exp(scores_BHST)
-        weights_BHST = exponentials_BHST / exponentials_BHST.sum(dim=-1, keepdim=True)
+        sums_BHS1 = exponentials_BHST.sum(dim=-1, keepdim=True)
+        if bias is not None:
+            sums_BHS1 = sums_BHS1.masked_fill(sums_BHS1 == 0, 1)
+        weights_BHST = exponentials_BHST / sums_BHS1
     with detail_range(OUTPUT):
         return (weights_BHST if sinks is None else weights_BHST[..., :-1]) @ v
+
+
+def of_distances(bias: Tensor, keys: int) -> Tensor:
+    """(H, S, T) of a bias by distance, (H, S + T - 1): of query i and key j, the number j - i + S - 1."""
+    queries = bias.shape[1] - keys + 1
+    query_S1 = torch.arange(queries, device=bias.device)[:, None]
+    return bias[:, torch.arange(keys, device=bias.device) - query_S1 + queries - 1]
 
 
 def unsafe(
