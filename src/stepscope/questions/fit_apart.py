@@ -6,7 +6,7 @@ import gc
 import importlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -15,19 +15,22 @@ from stepscope.allocations.prediction.answer import AnyFit, doubts
 from stepscope.allocations.prediction.estimate import (
     DeviceType,
     HeldTensor,
-    InBlocks,
-    answer_in_blocks,
     check_operands,
-    textbook_in_blocks,
+    estimate,
+    estimate_in_blocks,
+    rate_in_blocks,
 )
 from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit, SymbolicPredictor, judge
-from stepscope.core.answer import Answer, Line
+from stepscope.core.answer import Answer, Cell, Line, table_of
 from stepscope.core.device_spec import DeviceSpec, device_named
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import MemoryCategory
-from stepscope.core.float_formats import BLOCK_FORMATS, MULTIPLIED_BLOCKS, BlockFormat
+from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS, MULTIPLIED_BLOCKS, BlockFormat
+from stepscope.core.formulas.spelled import describe_model, describe_workload
+from stepscope.core.formulas.transformer import forward_flops, linear_flops, step_flops
+from stepscope.core.precisions import Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.units import counted
+from stepscope.core.units import counted, format_bytes
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, Workload
 from stepscope.engine.request import Stage, Tell
 from stepscope.engine.user_code import answer_apart, ask_apart, tell_asker
@@ -60,6 +63,19 @@ class Held(msgspec.Struct, frozen=True):
 
     fit: Fit[FakeEstimate]
     tensors: tuple[HeldTensor, ...]
+
+
+class InBlocks(msgspec.Struct, frozen=True):
+    """What a step holds with the operands of linear layers in a format of blocks."""
+
+    form: BlockFormat | None
+    """None for those of its dtype."""
+    saved_bytes: int | None
+    """What forward keeps for backward."""
+    peak_bytes: int
+    flops: int
+    """FLOPs of a step's products whose operands are in the format."""
+    other_flops: int
 
 
 class OwnInBlocks(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +123,7 @@ def held_apart(workload: FactoryWorkload, tell: Tell) -> Held:
 
 def in_blocks_apart(workload: FactoryWorkload, forms: Sequence[BlockFormat], tell: Tell) -> OwnInBlocks:
     """What a step holds and multiplies on a GPU by the format of its operands. Raises InputError as `in_blocks`."""
-    check_operands(workload.dtype)
+    check_operands(workload)
     return _asked(Request(workload, (), "cuda", search=False, forms=tuple(forms)), OwnInBlocks, tell)
 
 
@@ -208,7 +224,7 @@ def in_blocks(
     from stepscope.recording.flops import FlopCounts
     from stepscope.training.scaled_products import OperandSizes
 
-    check_operands(workload.dtype)
+    check_operands(workload)
     rows: list[InBlocks] = []
     few: list[OperandSizes] = []
 
@@ -265,6 +281,87 @@ def _states(watch: "FakeMemory") -> dict[MemoryCategory, int]:
     for each in (watch.allocations[index] for index in alive):
         states[each.category] += each.nbytes * each.on_device
     return dict(states)
+
+
+_RATES_SAID = ("bf16", "fp8", "fp6", "fp4")
+
+
+def textbook_in_blocks(
+    workload: TextbookWorkload, forms: Sequence[BlockFormat], spec: DeviceSpec | None, usable_bytes: int | None
+) -> Answer:
+    """The Answer on what a step of the textbook's holds by the format of its operands, and the least time of its
+    products. Raises InputError for a step that has no such products."""
+    check_operands(workload)
+    model, passes = workload.model, step_flops(workload) // forward_flops(workload)
+    linear, plain = passes * linear_flops(workload), estimate(workload)
+    for form in forms:
+        if uneven := [n for n in (model.d_model, model.d_ff, workload.tokens) if n % (form.size or 1)]:
+            raise InputError(f"blocks of {form.size} ({form.name}) do not divide {uneven[0]}: change the sizes")
+    rows: list[InBlocks] = []
+    for form in (None, *forms):
+        found, few = (plain, 0) if form is None else (estimate_in_blocks(workload, form), linear)
+        others = step_flops(workload) - few
+        rows.append(InBlocks(form, found.saved_for_backward, found.peak_bytes, few, others))
+    stay = "A block's linear layers take them; attention and the head stay in 16 bits."
+    states = plain.by_phase.get(OPTIMIZER, plain.categories)
+    return answer_in_blocks(workload, states, rows, stay, (spec, usable_bytes))
+
+
+def answer_in_blocks(
+    workload: Workload,
+    states: Mapping[MemoryCategory, int],
+    rows: Sequence[InBlocks],
+    stay: str,
+    of_device: tuple[DeviceSpec | None, int | None],
+) -> Answer:
+    """The Answer on what a step holds by the format of its operands, and the least time of its products by the rates of
+    a datasheet. states: bytes that do not depend on it. stay: which products take them, in words. of_device: it, and
+    how much of its memory is usable."""
+    spec, usable_bytes = of_device
+    cells: list[tuple[Cell, ...]] = []
+    for row in rows:
+        element = 16 if row.form is None else FORMATS[row.form.element].stored_bits
+        bits = (element, 0) if row.form is None else (row.form.bits, row.form.bits - element)
+        left = () if usable_bytes is None else (usable_bytes - row.peak_bytes,)
+        times = () if spec is None else (least_product_s(row, workload.dtype, spec),)
+        name = row.form.name if row.form else workload.dtype
+        cells.append((name, *bits, row.saved_bytes, row.peak_bytes, *left, *times))
+    columns = ["operands", ("bits of a number", ""), ("of its scale", ""), ("kept for backward", "B"), ("peak", "B")]
+    columns += [("left", "B")] if usable_bytes is not None else []
+    columns += [("products take at least", "s")] if spec is not None else []
+    held = [f"{name} {format_bytes(states[name])}" for name in _STATES if states.get(name)]
+    kept = "Their inputs are kept in the format, with its scales; layers of one input keep it once. "
+    kept = kept if rows[0].saved_bytes else ""
+    lead = [
+        Line(f"Predicted for {describe_model(workload)}, {describe_workload(workload)}.", "strong"),
+        Line(f"Whatever the operands: {', '.join(held)}. {stay} {kept}No run was compared with these figures."),
+    ]
+    if spec is not None:
+        rates = {name: rate for name, rate in spec.peak_flops_per_s.items() if name in _RATES_SAID}
+        said = ", ".join(f"{rate / 1e12:,.6g} of {name}" for name, rate in rates.items())
+        without = (
+            f" Without one: {spec.name} does not multiply such blocks." if any(not row[-1] for row in cells) else ""
+        )
+        again = "without" if workload.sizes is not None else "with"
+        lead.append(
+            Line(
+                f"The time is that of all products at the datasheet's rates, which no step reaches, {again} what is "
+                f"computed again: {said} TFLOP/s ({spec.source}).{without}"
+            )
+        )
+    question = "What does the step hold with operands in blocks of few bits?"
+    return Answer(study="fit", question=question, lead=tuple(lead), tables=(table_of(*columns, rows=cells),))
+
+
+_STATES: tuple[MemoryCategory, ...] = ("parameters", "frozen quantised weights", "gradients", "optimizer state")
+
+
+def least_product_s(row: InBlocks, dtype: Dtype, spec: DeviceSpec) -> float | None:
+    """Seconds of a step's products at a datasheet's rates: those in blocks at the format's, all others at the dtype's.
+    None where the device does not multiply such blocks."""
+    wide = spec.peak_for(dtype)
+    few = wide if row.form is None else rate_in_blocks(row.form, spec)
+    return None if few is None or wide is None else row.flops / few + row.other_flops / wide
 
 
 def fit_in_blocks(

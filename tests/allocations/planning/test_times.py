@@ -28,6 +28,7 @@ from stepscope.allocations.planning.times import (
 from stepscope.allocations.prediction.layouts import RankMemory, bytes_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import BLOCK_FORMATS
 from stepscope.core.formulas.communication import Copies, data_copies
 from stepscope.core.formulas.planned_model import PlannedModel
 from stepscope.core.formulas.transformer import step_flops
@@ -59,6 +60,18 @@ def step(layout: Layout, *, network: Network = NETWORK, rates: Rates = RATES, **
     workload = TextbookWorkload(**{**usual, **fields})  # type: ignore[arg-type]
     memory = RankMemory(workload, PlannedModel(config=CONFIG))
     return Clock(workload, memory, rates, network).step(layout)
+
+
+def test_linear_layers_in_blocks_run_at_the_datasheets_rate():
+    """Half of the seconds of bf16's linear layers at twice its rate; attention and the head stay."""
+    few = step(Layout(), rates=msgspec.structs.replace(RATES, blocks_flops_per_s=2e14)).parts["matrix products"]
+    linear = 3 * 2 * TOKENS * 8 * (4 * D * D + 3 * D * F) / 1e14
+    assert step(Layout()).parts["matrix products"] - few == pytest.approx(linear / 2)
+    b200, mxfp4 = DATASHEET["NVIDIA B200"], BLOCK_FORMATS["mxfp4"]
+    workload = TextbookWorkload(model=CONFIG, batch_size=4, seq_len=512, dtype="bf16")
+    assert rates_of(b200, workload, 0.5, mxfp4).blocks_flops_per_s == 4.5e15
+    with pytest.raises(InputError, match="H200 does not multiply blocks of mxfp4: choose another --recipe"):
+        rates_of(DATASHEET["NVIDIA H200"], workload, None, mxfp4)
 
 
 def without_kernels(found: float, products: int) -> float:

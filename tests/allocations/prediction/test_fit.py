@@ -8,13 +8,10 @@ import pytest
 
 from stepscope.allocations.prediction.answer import answer_fit, answer_moments
 from stepscope.allocations.prediction.estimate import (
-    InBlocks,
     estimate,
     estimate_in_blocks,
     estimate_quickly,
-    least_product_s,
     runs_within,
-    textbook_in_blocks,
 )
 from stepscope.allocations.prediction.fit import (
     GRAPH_SAFETY,
@@ -44,6 +41,7 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run, load_run
 from stepscope.core.units import GIB, MIB, parse_bytes
 from stepscope.core.workloads import TextbookWorkload
+from stepscope.questions.fit_apart import InBlocks, least_product_s, textbook_in_blocks
 from tests.conftest import at_length, mini
 from tests.shown import shown
 from tests.textbook import textbook

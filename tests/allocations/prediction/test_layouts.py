@@ -15,6 +15,7 @@ from stepscope.allocations.prediction.layouts import (
     moved_by_stage,
     stage_needs,
 )
+from stepscope.core.float_formats import BLOCK_FORMATS
 from stepscope.core.formulas.planned_model import PlannedModel
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.layout import SHARDINGS, Layout
@@ -55,6 +56,28 @@ def test_a_stage_of_one_rank_is_the_step_of_one_gpu(compiled: str, checkpointing
     assert found.saved == alone.saved_for_backward - WORKSPACE_BYTES
     assert found.forward == pytest.approx(without("forward"), abs=WORKSPACE_BYTES + 4096)
     assert found.backward == pytest.approx(without("backward"), abs=WORKSPACE_BYTES + 4096)
+
+
+def test_operands_in_blocks_are_kept_and_rounded_by_hand():
+    """Of T tokens r = T d, f = T d_ff: in 16 bits a block keeps both norms' outputs and silu(gate) * up, 2 (2 r + f)
+    bytes, in a format (3 r + f) numbers; each of two tensor parallel ranks half. Rounding reads 16 bits of a layer's
+    operands, x and w in forward, dy and w in backward, and writes them in the format. The sums of gradients of both
+    norms' outputs are in place, since no product gives a view."""
+    step, forms = workload(dtype="bf16-pure", attention="flash", compile="eager", batch_size=1), ("mxfp8", "mxfp4")
+    config = msgspec.structs.replace(CONFIG, kv_heads=None)
+    r, f, w = 512 * 512, 512 * 1024, 4 * 512**2 + 3 * 512 * 1024
+    for tensor in (1, 2):
+        asked = {"workload": msgspec.structs.replace(step, model=config), "tensor": tensor}
+        wide = Stage(model=PlannedModel(config=config), **asked)
+        for name, each in zip(forms, (33 / 32, 17 / 32), strict=True):
+            few = Stage(model=PlannedModel(config=config, form=BLOCK_FORMATS[name]), **asked)
+            kept = stage_needs(wide).saved - stage_needs(few).saved
+            assert kept == 8 * (2 * (2 * r + f) - (3 * r + f) * each) / tensor
+            if tensor == 1:
+                less, more = moved_by_stage(wide), moved_by_stage(few)
+                inputs, outputs, norms = 6 * r + f, 5 * r + 2 * f, 3 * r + f
+                assert more.forward - less.forward == 8 * (2 * (inputs + w) + (inputs + w + norms) * each)
+                assert more.backward - less.backward == 8 * (2 * (outputs + w) + (2 * outputs + w) * each - 4 * r)
 
 
 def test_a_rank_needs_more_for_each_block_that_keeps_more():

@@ -283,13 +283,14 @@ def _headline(planning: Planning) -> Iterable[answer.Line]:
         yield answer.Line(
             f"Blocks that offload keep {format_bytes(best.host_bytes)} of each rank in the host's memory."
         )
-    experts, checkpointing = plan.question.model.experts, best.layout.checkpointing
+    model, checkpointing = plan.question.model, best.layout.checkpointing
     yield answer.Line(
-        f"To plan it alone: --layout {settled(best.layout, experts)} --checkpointing {checkpointing}", "aside"
+        f"To plan it alone: --layout {settled(best.layout, model.experts)} --checkpointing {checkpointing}", "aside"
     )
-    ran = step_of(plan.question.workload, best.layout) if experts == 1 else None
+    ran = step_of(plan.question.workload, best.layout) if model.experts == 1 and model.form is None else None
+    other = f"no product of run is in {model.form.name}" if model.form else "no strategy of --parallel is this layout"
     command = run_command(ran) if ran is not None else None
-    yield answer.Line(f"To run it: {command or 'your own trainer; no strategy of --parallel is this layout'}", "aside")
+    yield answer.Line(f"To run it: {command or f'your own trainer; {other}'}", "aside")
     simple = plan.simplest
     if simple is not None:
         slower = format_share(simple.time.step_s / best.time.step_s - 1)

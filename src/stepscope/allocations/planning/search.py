@@ -21,7 +21,7 @@ from stepscope.allocations.prediction.fit import (
 from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, memory_of_ranks
 from stepscope.core.checkpointing import KEEPING, keeping, most_that_fit, offload_of, spans_of
 from stepscope.core.device_spec import DeviceSpec
-from stepscope.core.formulas.planned_model import PlannedModel
+from stepscope.core.formulas.planned_model import PlannedModel, local_keys
 from stepscope.core.layout import SHARDINGS, Layout, layout_of
 from stepscope.core.networks import Network
 from stepscope.core.parts import REFERENCE, is_kept, scores_of
@@ -171,10 +171,18 @@ class Space:
                 "blocks that keep unlike, or offload (--checkpointing), are not divided among pipeline stages",
                 grid.pipeline > 1 and unlike,
             ),
+            ("a rank's part of d_model, keys, d_ff or the sequence is no whole blocks (--recipe)", self._uneven(grid)),
             ("expert parallel ranks do not divide the experts", question.model.experts % grid.expert),
             ("data parallel ranks do not divide the batch", question.workload.batch_size % grid.data),
         )
         return next((reason for reason, fault in faults if fault), "")
+
+    def _uneven(self, grid: Layout) -> bool:
+        """Whether blocks of operands do not divide what a rank has of them."""
+        model, tensor = self.question.model, grid.tensor
+        tokens = self.question.workload.seq_len // grid.context // tensor
+        sizes = (model.config.d_model // tensor, local_keys(model.config, tensor), model.config.d_ff // tensor, tokens)
+        return model.form is not None and any(size % (model.form.size or 1) for size in sizes)
 
 
 # Checkpointing between `selective` and `attention`: how many blocks can keep what their products return.
@@ -315,7 +323,7 @@ def search(question: Question, machine: Machine, *, shown: int = SHOWN) -> Plan:
     memory = RankMemory(question.workload, question.model)
     clock = Clock(question.workload, memory, machine.rates, machine.network)
     space = Space(question)
-    if question.ranks == 1 and question.model.experts == 1:
+    if question.ranks == 1 and question.model.experts == 1 and question.model.form is None:
         return _of_one_rank(question, machine, clock, space)
     room = int(machine.room(question.ranks) * (1 - share_for_compiled(question.workload)))
     tried = _Tried(question, memory, clock, room)

@@ -16,11 +16,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from stepscope.allocations.prediction.estimate import rate_in_blocks
 from stepscope.allocations.prediction.layouts import Moved, RankMemory, bytes_of
 from stepscope.core.answer import Slice
 from stepscope.core.checkpointing import OFFLOAD, most_that_fit, offload_of, spans_of
 from stepscope.core.device_spec import HOST_BYTES_PER_S, DeviceSpec, pcie_generation
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import BlockFormat
 from stepscope.core.formulas import adamw_work, communication
 from stepscope.core.formulas.planned_model import PlannedModel, bubble_turns, largest_stage
 from stepscope.core.formulas.transformer import moment_bytes
@@ -96,6 +98,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
     peak_flops_per_s: float
     matmul_flops_per_s: float
+    blocks_flops_per_s: float | None = None
+    """That of linear layers whose operands are in blocks of few bits; None where it is that of all products."""
     attention_flops_per_s: float
     elementwise_bytes_per_s: float
     fused_bytes_per_s: float
@@ -120,8 +124,11 @@ def attention_share(name: str, head_dim: int, tokens: int) -> float:
     return (wide if head_dim >= 128 else narrow) * (1 + half / _LONG) / (1 + half / tokens)
 
 
-def rates_of(spec: DeviceSpec, workload: TextbookWorkload, matmul_share: float | None = None) -> Rates:
-    """The rates of a device for a step's dtype and attention. Raises InputError where the datasheet lacks them."""
+def rates_of(
+    spec: DeviceSpec, workload: TextbookWorkload, matmul_share: float | None = None, form: BlockFormat | None = None
+) -> Rates:
+    """The rates of a device for a step's dtype and attention. form: the blocks that operands of linear layers are in.
+    Raises InputError where the datasheet lacks them."""
     peak = spec.peak_for(workload.dtype)
     if peak is None or spec.peak_bytes_per_s is None:
         raise InputError(f"{spec.name} multiplies no matrices of {workload.dtype}: choose another --dtype or --device")
@@ -137,6 +144,9 @@ def rates_of(spec: DeviceSpec, workload: TextbookWorkload, matmul_share: float |
     else:
         by_itself = attention_share(workload.attention, workload.model.head_dim, workload.seq_len)
         attention = min(by_itself, ATTENTION_IN_STEPS)
+    of_blocks = None if form is None else rate_in_blocks(form, spec)
+    if form is not None and of_blocks is None:
+        raise InputError(f"{spec.name} does not multiply blocks of {form.name}: choose another --recipe or --device")
     eager = workload.compile == "eager"
     elementwise = ELEMENTWISE_SHARE if eager else COPY_SHARE
     adamw = FUSED_ADAMW_SHARE if workload.optimizer == "adamw-fused" else ADAMW_SHARE
@@ -147,11 +157,20 @@ def rates_of(spec: DeviceSpec, workload: TextbookWorkload, matmul_share: float |
         f"{spec.name} names ({whose}), attention ({workload.attention}) at {attention:.1%}.",
         f"Elementwise work moves its bytes at {elementwise:.1%} of {rate / 1e12:g} TB/s, the optimizer at {adamw:.1%} "
         "(measured on an H200).",
+        *(
+            [
+                f"Linear layers multiply operands in {form.name}, at the same share of the {of_blocks / 1e12:,.6g} "
+                f"TFLOP/s that the datasheet names: none was measured. MFU is of the rate of {product}."
+            ]
+            if form is not None and of_blocks is not None
+            else ()
+        ),
         *((f"Fused parts ({', '.join(fused)}) move theirs as a copy does, at {COPY_SHARE:.1%}.",) if fused else ()),
     )
     return Rates(
         peak_flops_per_s=peak,
         matmul_flops_per_s=peak * share,
+        blocks_flops_per_s=of_blocks and of_blocks * share,
         attention_flops_per_s=peak * attention,
         elementwise_bytes_per_s=rate * elementwise,
         fused_bytes_per_s=rate * COPY_SHARE,
@@ -388,7 +407,8 @@ class Clock:
         config, rates, length = self.model.config, self.rates, self.workload.seq_len
         tokens = layout.micro_batch * length / layout.context
         linear, of_scores, _ = self.model.flops_per_token(length)
-        products = tokens * linear / layout.tensor / rates.matmul_flops_per_s
+        multiplies = rates.blocks_flops_per_s or rates.matmul_flops_per_s
+        products = tokens * linear / layout.tensor / multiplies
         scores = tokens * of_scores / layout.tensor
         fused = scores_of(self.workload.attention) != "whole"
         attention = scores * (1 if fused else 2) / rates.attention_flops_per_s
@@ -401,7 +421,7 @@ class Clock:
         if span.multiplies_again:
             last = tokens * 2 * self.model.active * config.d_model * config.d_ff / layout.tensor
             again = products + attention if span.attends_again else products
-            backward["run again"] = again - last / rates.matmul_flops_per_s / span.group
+            backward["run again"] = again - last / multiplies / span.group
         count = 7 if fused else 9
         forward["matrix products"] += count * PRODUCT_S
         backward["matrix products"] += 2 * count * PRODUCT_S

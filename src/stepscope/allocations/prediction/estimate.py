@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -34,25 +34,20 @@ from stepscope.allocations.prediction.symbolic_tensors import (
     Tape,
     Tensor,
 )
-from stepscope.core.answer import Answer, Cell, Line, table_of
 from stepscope.core.attention_support import as_eager, unpredicted
 from stepscope.core.device_spec import DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CATEGORIES, MemoryCategory
-from stepscope.core.float_formats import FORMATS, BlockFormat
-from stepscope.core.formulas.spelled import describe_model, describe_workload
+from stepscope.core.float_formats import BlockFormat
 from stepscope.core.formulas.transformer import (
     aligned_numbers,
-    forward_flops,
-    linear_flops,
     moment_blocks,
     moment_bytes,
-    step_flops,
 )
 from stepscope.core.parts import ATTENTIONS, REFERENCE, Attention
-from stepscope.core.precisions import PRECISIONS, Dtype, check_scaled_layers, check_scaled_rows, takes_scaled
+from stepscope.core.precisions import PRECISIONS, check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.units import MIB, format_bytes
+from stepscope.core.units import MIB
 from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload, Workload
 
 WORKSPACE_BYTES = 32 * MIB
@@ -191,9 +186,7 @@ class SymbolicStep:
 
     def take_blocks(self, form: BlockFormat) -> None:
         """Let the linear layers of the blocks multiply operands in this format."""
-        products = BlockProducts(by_row=False, on_gpu=True, itemsize=self._model.sizes.products)
-        products.form = form
-        self._model.scaled = products
+        self._model.scaled = products_in(form, self._model.sizes.products)
 
     def run(self, steps: int) -> MemoryEstimate:
         """Build, and predict from the last of so many steps. Raises OutOfMemory where the allocator has a limit."""
@@ -758,30 +751,54 @@ class BlockProducts(ScaledProducts):
     form: BlockFormat
     kept: tuple["weakref.ref[Storage]", "weakref.ref[Storage]"] | None = None
     """The input that was last kept, and it in the format."""
+    moved = 0
+    """Bytes that rounding reads, and in backward those that it writes."""
 
     def linear(self, tape: Tape, x: Tensor, weight: Parameter, in_features: int) -> Tensor:
         """x w^T."""
-        rows, outer, size = x.elements // in_features, weight.elements // in_features, self.form.bytes_of
+        rows, outer = x.elements // in_features, weight.elements // in_features
 
         def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
-            """dy in both layouts, and w^T."""
-            along, across = tape.storage(size(rows, outer)), tape.storage(size(outer, rows))
-            turned = tape.storage(size(in_features, outer, weight=True))
+            along, across, turned = self.backward_operands(tape, rows, in_features, outer)
             for_x = self.result_of_product(tape, rows, in_features)
             del along, turned
             for_weight = self.result_of_product(tape, outer, in_features)
             del across
             return for_x, for_weight
 
+        kept = self.kept_input(tape, x, in_features)
+        _operands = self.operands(tape, rows, in_features, outer)
+        return tape.op(
+            "ScaledMm", rows * outer, x.itemsize, [x, weight], also_saves=kept, backward=backward, saves_late=True
+        )
+
+    def kept_input(self, tape: Tape, x: Tensor, columns: int) -> Sequence[Storage]:
+        """The input (rows, columns) as the weight's gradient takes it: that which is kept already, if any is."""
         kept = self.kept[1]() if self.kept is not None and self.kept[0]() is x.storage else None
         if kept is None and tape.recording:
-            kept = tape.storage(size(in_features, rows))
+            kept = tape.storage(self.form.bytes_of(columns, x.elements // columns))
             self.kept = weakref.ref(x.storage), weakref.ref(kept)
-        _operands = tape.storage(size(rows, in_features)), tape.storage(size(outer, in_features, weight=True))
-        return tape.op(
-            "ScaledMm", rows * outer, x.itemsize, [x, weight], also_saves=[kept] if kept else [], backward=backward,
-            saves_late=True,
-        )  # fmt: skip
+        return [kept] if kept else []
+
+    def operands(self, tape: Tape, rows: int, inner: int, outer: int) -> Sequence[Storage]:
+        """x and w."""
+        self.moved += (rows + outer) * inner * self.itemsize
+        size = self.form.bytes_of
+        return tape.storage(size(rows, inner)), tape.storage(size(outer, inner, weight=True))
+
+    def backward_operands(self, tape: Tape, rows: int, inner: int, outer: int) -> Sequence[Storage]:
+        """dy in both layouts, and w^T."""
+        size = self.form.bytes_of
+        made = [size(rows, outer), size(outer, rows), size(inner, outer, weight=True)]
+        self.moved += (rows + inner) * outer * self.itemsize + sum(made)
+        return [*map(tape.storage, made)]
+
+
+def products_in(form: BlockFormat, itemsize: int) -> BlockProducts:
+    """Products whose operands of so many bytes are rounded to blocks."""
+    products = BlockProducts(by_row=False, on_gpu=True, itemsize=itemsize)
+    products.form = form
+    return products
 
 
 @functools.lru_cache(maxsize=64)
@@ -792,106 +809,22 @@ def estimate_in_blocks(workload: TextbookWorkload, form: BlockFormat) -> MemoryE
     return step.run(STEPS)
 
 
-_RATES_SAID = ("bf16", "fp8", "fp6", "fp4")
-
-
-class InBlocks(msgspec.Struct, frozen=True):
-    """What a step holds with the operands of linear layers in a format of blocks."""
-
-    form: BlockFormat | None
-    """None for those of its dtype."""
-    saved_bytes: int | None
-    """What forward keeps for backward."""
-    peak_bytes: int
-    flops: int
-    """FLOPs of a step's products whose operands are in the format."""
-    other_flops: int
-
-
-def check_operands(dtype: Dtype) -> None:
-    """Raise InputError for a dtype whose products have no operands of 16 bits, which blocks could take the place of."""
-    if PRECISIONS[dtype].products != 2 or PRECISIONS[dtype].scaled:
-        raise InputError(f"a recipe takes the place of operands of 16 bits, not of {dtype}'s: choose dtype bf16")
-
-
-def textbook_in_blocks(
-    workload: TextbookWorkload, forms: Sequence[BlockFormat], spec: DeviceSpec | None, usable_bytes: int | None
-) -> Answer:
-    """The Answer on what a step of the textbook's holds by the format of its operands, and the least time of its
-    products. Raises InputError for a step that has no such products."""
-    check_operands(workload.dtype)
-    model, passes = workload.model, step_flops(workload) // forward_flops(workload)
-    linear, plain = passes * linear_flops(workload), estimate(workload)
-    for form in forms:
-        if uneven := [n for n in (model.d_model, model.d_ff, workload.tokens) if n % (form.size or 1)]:
-            raise InputError(f"blocks of {form.size} ({form.name}) do not divide {uneven[0]}: change the sizes")
-    rows: list[InBlocks] = []
-    for form in (None, *forms):
-        found, few = (plain, 0) if form is None else (estimate_in_blocks(workload, form), linear)
-        others = step_flops(workload) - few
-        rows.append(InBlocks(form, found.saved_for_backward, found.peak_bytes, few, others))
-    stay = "A block's linear layers take them; attention and the head stay in 16 bits."
-    states = plain.by_phase.get(OPTIMIZER, plain.categories)
-    return answer_in_blocks(workload, states, rows, stay, (spec, usable_bytes))
-
-
-def answer_in_blocks(
-    workload: Workload,
-    states: Mapping[MemoryCategory, int],
-    rows: Sequence[InBlocks],
-    stay: str,
-    of_device: tuple[DeviceSpec | None, int | None],
-) -> Answer:
-    """The Answer on what a step holds by the format of its operands, and the least time of its products by the rates of
-    a datasheet. states: bytes that do not depend on it. stay: which products take them, in words. of_device: it, and
-    how much of its memory is usable."""
-    spec, usable_bytes = of_device
-    cells: list[tuple[Cell, ...]] = []
-    for row in rows:
-        element = 16 if row.form is None else FORMATS[row.form.element].stored_bits
-        bits = (element, 0) if row.form is None else (row.form.bits, row.form.bits - element)
-        left = () if usable_bytes is None else (usable_bytes - row.peak_bytes,)
-        times = () if spec is None else (least_product_s(row, workload.dtype, spec),)
-        name = row.form.name if row.form else workload.dtype
-        cells.append((name, *bits, row.saved_bytes, row.peak_bytes, *left, *times))
-    columns = ["operands", ("bits of a number", ""), ("of its scale", ""), ("kept for backward", "B"), ("peak", "B")]
-    columns += [("left", "B")] if usable_bytes is not None else []
-    columns += [("products take at least", "s")] if spec is not None else []
-    held = [f"{name} {format_bytes(states[name])}" for name in _STATES if states.get(name)]
-    kept = "Their inputs are kept in the format, with its scales; layers of one input keep it once. "
-    kept = kept if rows[0].saved_bytes else ""
-    lead = [
-        Line(f"Predicted for {describe_model(workload)}, {describe_workload(workload)}.", "strong"),
-        Line(f"Whatever the operands: {', '.join(held)}. {stay} {kept}No run was compared with these figures."),
-    ]
-    if spec is not None:
-        rates = {name: rate for name, rate in spec.peak_flops_per_s.items() if name in _RATES_SAID}
-        said = ", ".join(f"{rate / 1e12:,.6g} of {name}" for name, rate in rates.items())
-        without = (
-            f" Without one: {spec.name} does not multiply such blocks." if any(not row[-1] for row in cells) else ""
+def check_operands(workload: Workload) -> None:
+    """Raise InputError for a step whose operands blocks cannot take the place of, or of which no prediction is."""
+    if PRECISIONS[workload.dtype].products != 2 or PRECISIONS[workload.dtype].scaled:
+        raise InputError(
+            f"a recipe takes the place of operands of 16 bits, not of {workload.dtype}'s: choose dtype bf16"
         )
-        again = "without" if workload.sizes is not None else "with"
-        lead.append(
-            Line(
-                f"The time is that of all products at the datasheet's rates, which no step reaches, {again} what is "
-                f"computed again: {said} TFLOP/s ({spec.source}).{without}"
-            )
-        )
-    question = "What does the step hold with operands in blocks of few bits?"
-    return Answer(study="fit", question=question, lead=tuple(lead), tables=(table_of(*columns, rows=cells),))
+    if isinstance(workload, TextbookWorkload) and not as_eager(workload):
+        raise InputError("what a compiler keeps of operands in blocks is not predicted: choose compile eager or blocks")
+    if isinstance(workload, TextbookWorkload) and workload.projections != "apart":
+        raise InputError("operands of joint projections in blocks are not predicted: choose projections apart")
 
 
-_STATES: tuple[MemoryCategory, ...] = ("parameters", "frozen quantised weights", "gradients", "optimizer state")
-
-
-def least_product_s(row: InBlocks, dtype: Dtype, spec: DeviceSpec) -> float | None:
-    """Seconds of a step's products at a datasheet's rates: those in blocks at the format's, all others at the dtype's.
-    None where the device does not multiply such blocks."""
-    form, rates, wide = row.form, spec.peak_flops_per_s, spec.peak_for(dtype)
-    few = wide if form is None else rates.get(form.element.partition("-")[0])
+def rate_in_blocks(form: BlockFormat, spec: DeviceSpec) -> float | None:
+    """FLOP/s of products in blocks of a format by the datasheet; None where the device does not multiply them."""
+    rates = spec.peak_flops_per_s
     # Scales of blocks came with products of 4 bits; those of NVFP4 are NVIDIA's.
-    lacks_scales = form is not None and form.scale != "fp32" and "fp4" not in rates
-    is_anothers = form is not None and form.tensor_scale and "NVIDIA" not in spec.name
-    if few is None or wide is None or lacks_scales or is_anothers:
-        return None
-    return row.flops / few + row.other_flops / wide
+    lacks_scales = form.scale != "fp32" and "fp4" not in rates
+    is_anothers = form.tensor_scale and "NVIDIA" not in spec.name
+    return None if lacks_scales or is_anothers else rates.get(form.element.partition("-")[0])

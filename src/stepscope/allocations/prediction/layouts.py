@@ -23,7 +23,11 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from stepscope.allocations.prediction.estimate import DISTINCT_BATCHES, WORKSPACE_BYTES
+from stepscope.allocations.prediction.estimate import (
+    DISTINCT_BATCHES,
+    WORKSPACE_BYTES,
+    products_in,
+)
 from stepscope.allocations.prediction.symbolic_model import (
     BlockParameters,
     CompiledSymbolicModel,
@@ -209,7 +213,9 @@ class RankModel(SymbolicModel):
     def __init__(self, stage: Stage) -> None:
         self.planned, self.ranks, self.context = stage.model, stage.tensor, stage.context
         super().__init__(stage.workload)
-        config = self.planned.config
+        config, form = self.planned.config, self.planned.form
+        self._blocks = None if form is None else products_in(form, self.sizes.products)
+        self.scaled = self._blocks or self.scaled
         self.d_ff = config.d_ff // self.ranks
         self.rows = self.tokens * config.heads // self.ranks
         self.scores = self.rows * stage.workload.seq_len * self.context
@@ -225,6 +231,11 @@ class RankModel(SymbolicModel):
     def _block(self, index: int) -> BlockParameters:
         shapes = planned_model.local_shapes(self.planned.config, self.ranks)
         return {name.removesuffix(".weight"): self._parameter(name, shapes, f"blocks.{index}.") for name in shapes}
+
+    @property
+    def rounded_bytes(self) -> int:
+        """Bytes that rounding operands to blocks has moved so far, but for those that the tape counts."""
+        return 0 if self._blocks is None else self._blocks.moved
 
     def received(self, tape: Tape) -> Tensor:
         """The residual stream as it comes from the stage before."""
@@ -270,7 +281,9 @@ class RankModel(SymbolicModel):
         if self.ranks == 1:
             return super()._linear(tape, x, weight, in_features)
         size = self.sizes.products
-        kernel = self._cast_weight(tape, weight) if weight.itemsize != size else weight
+        blocks = None if weight is self.head_weight else self._blocks
+        casts = blocks is None and weight.itemsize != size
+        kernel = self._cast_weight(tape, weight) if casts else weight
         cast = tape.cast(x, size)
         saves = [kernel, cast] if isinstance(kernel, Tensor) else [cast]
         width = weight.elements // self.d_model
@@ -282,15 +295,21 @@ class RankModel(SymbolicModel):
             elements = cast.elements * self.ranks // self.d_model * width
         kernel_bytes, input_bytes = weight.elements * size, cast.elements * size
         by_rows = weight.name.endswith(_ROWS)
+        inner, outer = (width, self.d_model) if by_rows else (self.d_model, width)
+        rows = cast.elements // inner * (1 if by_rows else self.ranks)
 
         def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
             """Gather the output's gradient (rows), or the input, and later reduce its gradient (columns)."""
             _gathered = tape.storage(whole)
+            _few = blocks and blocks.backward_operands(tape, rows, inner, outer)
             of_kernel = tape.storage(kernel_bytes)
             _of_whole = tape.storage(0 if by_rows else whole)
             return of_kernel, tape.storage(input_bytes)
 
         _whole = tape.storage(whole)
+        if blocks is not None:
+            kept, _few = blocks.kept_input(tape, cast, inner), blocks.operands(tape, rows, inner, outer)
+            return tape.op("ScaledMm", elements, size, [kernel, cast], also_saves=kept, backward=backward)
         return tape.op("Mm", elements, size, [kernel, cast], saves=saves, backward=backward)
 
     def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -490,16 +509,18 @@ def _forward(stage: Stage, model: RankModel, tape: Tape) -> Tensor:
 
 @functools.lru_cache(maxsize=8192)
 def moved_by_stage(stage: Stage) -> Moved:
-    """Bytes that the stage's elementwise operations read and write, each block run as it is."""
+    """Bytes that the stage's elementwise operations read and write, each block run as it is, and what rounds operands
+    to blocks."""
     ledger, model = _CountingLedger(), rank_model(stage, eager=stage.workload.compile == "eager")
     for parameter in model.parameters:
         parameter.gradient = ledger.storage(0)
     tape = _CountingTape(ledger, recording=True)
     tape.width = stage.workload.model.d_model
     out = _forward(stage, model, tape)
-    forward, kernels, fused = ledger.moved, ledger.kernels, ledger.fused
+    forward, kernels, fused = ledger.moved + model.rounded_bytes, ledger.kernels, ledger.fused
     tape.backward(out)
-    return Moved(forward, ledger.moved - forward, kernels, ledger.kernels - kernels, fused, ledger.fused - fused)
+    backward = ledger.moved + model.rounded_bytes - forward
+    return Moved(forward, backward, kernels, ledger.kernels - kernels, fused, ledger.fused - fused)
 
 
 _MIXED = ("bf16", "fp16")

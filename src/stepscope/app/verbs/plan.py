@@ -9,7 +9,8 @@ import msgspec
 
 from stepscope.app.cli.options import device_names
 from stepscope.app.cli.output import Presentation, told_where_long
-from stepscope.core.errors import InputError, warn
+from stepscope.core.errors import InputError, choose, warn
+from stepscope.core.float_formats import BLOCK_FORMATS, MULTIPLIED_BLOCKS
 from stepscope.core.networks import NETWORKS
 from stepscope.core.options import BUDGET, MODEL, PARALLEL, WORKLOAD, Option, Rule, completed, verb
 from stepscope.core.workloads import TextbookWorkload
@@ -59,6 +60,12 @@ Spread = Annotated[
         metavar="SHARE",
     ),
 ]
+Recipe = Annotated[
+    str | None,
+    Option(
+        "The format of blocks that operands of the blocks' linear layers are in.", WORKLOAD, choices=MULTIPLIED_BLOCKS
+    ),
+]
 Explain = Annotated[bool, Option("Closed forms of one feed-forward layer by DP, FSDP and TP, in place of a search.")]
 Verify = Annotated[bool, Option("Set plans beside what others published, and beside runs (--against).")]
 Against = Annotated[tuple[Path, ...], Option("With --verify: stored runs.", metavar="DIR")]
@@ -71,6 +78,7 @@ Against = Annotated[tuple[Path, ...], Option("With --verify: stored runs.", meta
     conflicts=(
         Rule("alone", ("--verify", "--against", "--network")),
         Rule("alone", ("--against", "--verify", "--network"), "{} says nothing with --verify: leave it out"),
+        Rule("conflict", ("--explain", "--recipe"), "{} say nothing together: closed forms are of 16 bits"),
         Rule("conflict", ("--explain", "--spread"), "{} say nothing together: closed forms have no simulation"),
         Rule("unread", ("--phase",), "--phase says nothing with plan: a plan is of a training step"),
         Rule(
@@ -94,6 +102,7 @@ def command(
     batch_tokens: BatchTokens,
     experts: Experts = 1,
     active_experts: ActiveExperts = 1,
+    recipe: Recipe = None,
     efficiency: Efficiency,
     spread: Spread,
     explain: Explain = False,
@@ -107,7 +116,8 @@ def command(
     if verify or against:
         _verify(against, network, save, shown)
         return
-    step, checkpointings = _step(workload, batch_tokens)
+    form = None if recipe is None else BLOCK_FORMATS[choose(recipe, MULTIPLIED_BLOCKS, "recipe")]
+    step, checkpointings = _step(workload, batch_tokens, in_blocks=recipe is not None)
     from stepscope.allocations.planning.search import Question
     from stepscope.core.formulas.planned_model import PlannedModel
     from stepscope.core.layout import parse_layout
@@ -117,7 +127,7 @@ def command(
     whole_number(ranks, "--ranks", 1, MOST_RANKS)
     question = Question(
         workload=step,
-        model=PlannedModel(config=step.model, experts=experts, active=active_experts),
+        model=PlannedModel(config=step.model, experts=experts, active=active_experts, form=form),
         ranks=ranks,
         node=1,
         fixed=parse_layout(layout) if layout else {},
@@ -137,8 +147,11 @@ def command(
     shown.show(answer, save=save)
 
 
-def _step(workload: OneWorkload, batch_tokens: int | None) -> tuple[TextbookWorkload, tuple[str, ...]]:
-    """The step, and the checkpointing to try where one is given."""
+def _step(
+    workload: OneWorkload, batch_tokens: int | None, *, in_blocks: bool
+) -> tuple[TextbookWorkload, tuple[str, ...]]:
+    """The step, and the checkpointing to try where one is given. in_blocks: whether its operands are. Raises InputError
+    for a step of which no plan is."""
     if workload.user_workload is not None:
         raise InputError("a plan is of the textbook's model: give --model a preset, and no --module or config.json")
     options = dict(workload.options)
@@ -147,9 +160,14 @@ def _step(workload: OneWorkload, batch_tokens: int | None) -> tuple[TextbookWork
         if batch_tokens < 1 or batch_tokens % length:
             raise InputError(f"--batch-tokens {batch_tokens} are not sequences of {length}: give a multiple of it")
         options["batch_size"] = batch_tokens // length
+    usual = {"dtype": "bf16-master", "compile": "blocks"} if in_blocks else {"dtype": "bf16", "compile": "default"}
     step = OneWorkload(options).workload(
-        model="small", seq_len=512, dtype="bf16", attention="flash", compile="default", optimizer="adamw-fused"
+        model="small", seq_len=512, attention="flash", optimizer="adamw-fused", **usual
     )
+    if in_blocks:
+        from stepscope.allocations.prediction.estimate import check_operands
+
+        check_operands(step)
     checkpointings = (options["checkpointing"],) if "checkpointing" in options else ()
     return msgspec.structs.replace(step, checkpointing="none"), checkpointings
 
@@ -169,7 +187,7 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
     joined = _network(network, network_for(spec)) if network else network_for(spec)
     machine = Machine(
         budget=budget_of_spec(spec),
-        rates=rates_of(spec, question.workload, shares["efficiency"]),
+        rates=rates_of(spec, question.workload, shares["efficiency"], question.model.form),
         network=joined,
     )
     plan = search(msgspec.structs.replace(question, node=joined.node), machine)
@@ -240,7 +258,7 @@ def _no_layout(plan: "Plan") -> str:
 def _keep(planning: "Planning", runs: Path) -> None:
     """Keep the forecast of one GPU's peak beside the runs that will show whether it came true."""
     question = planning.plan.question
-    if question.ranks > 1 or not planning.plan.best:
+    if question.ranks > 1 or not planning.plan.best or question.model.form is not None:
         return
     from stepscope.core.run_directory import forecast_of_peak, keep_forecasts
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import BlockFormat
 from stepscope.core.formulas.transformer import Shapes, block_shapes, count_of, seen_twice, shapes_outside_blocks
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import ModelConfig, whole_number
@@ -49,6 +50,8 @@ class PlannedModel:
     experts: int = 1
     active: int = 1
     """Experts that each token goes through."""
+    form: BlockFormat | None = None
+    """Blocks of few bits that the operands of its blocks' linear layers are in; None for those of the dtype."""
 
     router: int = field(init=False, compare=False)
     """Parameters of a block's router."""
