@@ -3,8 +3,9 @@
     python benchmarks/rounding.py [--runs 5] [--threads 2] [--json FILE]
     python benchmarks/rounding.py --show FILE...       # tables of results kept with --json
 
-All run eagerly on a CPU in one process, in turns. What counts is processor time, the least of the runs: threads that
-wait for each other count, too. torchao runs where it is installed.
+All run on a CPU in one process, in turns: eagerly, and stepscope compiled, too, which gives the same bits and compiles
+in the round that does not count. What counts is processor time, the least of the runs: threads that wait for each other
+count, too. torchao runs where it is installed.
 """
 
 import argparse
@@ -50,7 +51,11 @@ def _ways() -> dict[str, Callable[[Tensor], Tensor]]:
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "a copy": torch.clone,
         "stepscope": lambda values: round_blocks(values, form),
+        "stepscope, compiled": torch.compile(lambda values: round_blocks(values, form), dynamic=False),
     }
+    part = torch.randn(64, ROW)
+    if not torch.equal(ways["stepscope"](part), torch.compile(ways["stepscope"], dynamic=False)(part)):
+        raise SystemExit("compiled, blocks round to other bits")
     if importlib.util.find_spec("torchao") is not None:
         mx = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
         kind = torch.float4_e2m1fn_x2
