@@ -153,7 +153,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def median_s(self) -> float | None:
         """The median, in seconds; None without samples."""
-        return statistics.median(self.values_s) if self.values_s else None
+        return _middle(_ordered(self.values_s)) if self.values_s else None
 
     @property
     def first_s(self) -> float | None:
@@ -163,12 +163,12 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def smallest_s(self) -> float | None:
         """The smallest sample, in seconds; None without samples."""
-        return min(self.values_s, default=None)
+        return _ordered(self.values_s)[0] if self.values_s else None
 
     @property
     def largest_s(self) -> float | None:
         """The largest sample, in seconds; None without samples."""
-        return max(self.values_s, default=None)
+        return _ordered(self.values_s)[-1] if self.values_s else None
 
     @property
     def mean_s(self) -> float | None:
@@ -209,7 +209,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         It uses ranks, since one outlier would hide how alike the others are. A value below 0 would claim more than n
         samples.
         """
-        return _autocorrelation(self.values_s)
+        return _autocorrelation(*_ranked(self.values_s))
 
     @property
     def effective_count(self) -> float | None:
@@ -223,47 +223,12 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         The limits are the order statistics that the binomial law gives for the number of effective samples.
         Autocorrelated samples understate their own spread, so the limits are moved apart in proportion to the median.
         """
-        estimate = self.autocorrelation
-        if estimate is None or _effective(estimate, self.count) < MINIMUM_FOR_INTERVAL:
-            return None
-        # An interval that trusts the estimate fails where the estimate is too low. So the autocorrelation is taken to
-        # be larger by its square, which hardly changes samples that look independent, but at most by two standard
-        # errors. These limits were simulated.
-        n = self.count
-        error = math.sqrt((1 - estimate**2) / n)
-        prudent = min(_LARGEST, estimate + min(estimate**2, 2 * error))
-        effective = max(2.0, _effective(prudent, n))
-        ordered = sorted(self.values_s)
-        half_width = _DEVIATIONS / (2 * math.sqrt(effective))
-        median = statistics.median(ordered)
-        ends: list[float] = []
-        for share in (0.5 - half_width, 0.5 + half_width):  # between order statistics: the i-th is at (i - 1/2) / n
-            place = min(n - 1.0, max(0.0, share * n - 0.5))
-            below = min(int(place), n - 2)
-            ends.append(ordered[below] + (place - below) * (ordered[below + 1] - ordered[below]))
-        low, high = ends
-        if not median:
-            return Interval(low=0.0, high=max(median, high))
-        # The variance about the samples' median is the variance about the true median times 1 - 1 / effective.
-        apart = math.sqrt((1 - 1 / n) / (1 - 1 / effective))
-        # If two samples differ tenfold, this power has no bound. So the limit is at most twice as far as the largest.
-        farthest = 2 * ordered[-1] - median
-        return Interval(
-            low=median * min(1, low / median) ** apart, high=min(farthest, median * max(1, high / median) ** apart)
-        )
+        return _interval(_ordered(self.values_s), self.autocorrelation)
 
     @property
     def why_no_interval(self) -> str | None:
         """The reason why there is no interval, in words; None if there is one."""
-        effective = self.effective_count
-        if effective is None:
-            return f"{counted(self.count, 'sample')} {'is' if self.count == 1 else 'are'} too few for an interval"
-        if effective < MINIMUM_FOR_INTERVAL:
-            return (
-                f"each sample is so much like the one before that the {self.count} are worth "
-                f"{effective:.1f} independent ones: too few for an interval"
-            )
-        return None
+        return _why_no_interval(self.count, self.effective_count)
 
     @property
     def wandering(self) -> float:
@@ -275,7 +240,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         must. Two steps that took turns met the same noise, so the interval of ratios within one process is not widened.
         """
         autocorrelation = self.autocorrelation
-        return 1.0 if autocorrelation is None else _wandering(self.values_s, autocorrelation)
+        return 1.0 if autocorrelation is None else _wandering(*_ranked(self.values_s), autocorrelation)
 
     def trend(self) -> Trend | None:
         """Mann-Kendall test and Theil-Sen slope; None below eight samples.
@@ -349,12 +314,99 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         return low, high
 
 
+class Figures(msgspec.Struct, frozen=True, array_like=True):
+    """The statistics of some samples, in seconds; None as in Samples."""
+
+    count: int
+    median_s: float | None
+    mean_s: float | None
+    stdev_s: float | None
+    effective_count: float | None
+    why_no_interval: str | None
+    wandering: float
+    first_s: float | None
+    smallest_s: float | None
+    largest_s: float | None
+    interval: Interval | None
+    percentiles_s: tuple[float | None, ...]
+    """As FEWEST_FOR_PERCENTILE names them."""
+
+
+def figures_of(samples: Samples) -> Figures:
+    """All statistics at once: what several begin with is found once."""
+    values, count = samples.values_s, samples.count
+    if not count:
+        return Figures(0, None, None, None, None, samples.why_no_interval, 1.0, None, None, None, None, (None, None))
+    ordered = sorted(values)
+    ranked = _ranked_of(values, ordered)
+    estimate = _autocorrelation(*ranked)
+    effective = None if estimate is None else _effective(estimate, count)
+    return Figures(
+        count, _middle(ordered), samples.mean_s, samples.stdev_s, effective, _why_no_interval(count, effective),
+        1.0 if estimate is None else _wandering(*ranked, estimate), values[0], ordered[0], ordered[-1],
+        _interval(ordered, estimate), tuple(map(samples.percentile_s, FEWEST_FOR_PERCENTILE)),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8)  # most statistics begin with it
+def _ordered(values: tuple[float, ...]) -> list[float]:
+    return sorted(values)
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    """The median of values in their order."""
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+
+
+def _interval(ordered: Sequence[float], estimate: float | None) -> Interval | None:
+    """The interval of values in their order, whose autocorrelation is estimated so."""
+    if estimate is None or _effective(estimate, len(ordered)) < MINIMUM_FOR_INTERVAL:
+        return None
+    # An interval that trusts the estimate fails where the estimate is too low. So the autocorrelation is taken to
+    # be larger by its square, which hardly changes samples that look independent, but at most by two standard
+    # errors. These limits were simulated.
+    n = len(ordered)
+    error = math.sqrt((1 - estimate**2) / n)
+    prudent = min(_LARGEST, estimate + min(estimate**2, 2 * error))
+    effective = max(2.0, _effective(prudent, n))
+    half_width = _DEVIATIONS / (2 * math.sqrt(effective))
+    median = _middle(ordered)
+    ends: list[float] = []
+    for share in (0.5 - half_width, 0.5 + half_width):  # between order statistics: the i-th is at (i - 1/2) / n
+        place = min(n - 1.0, max(0.0, share * n - 0.5))
+        below = min(int(place), n - 2)
+        ends.append(ordered[below] + (place - below) * (ordered[below + 1] - ordered[below]))
+    low, high = ends
+    if not median:
+        return Interval(low=0.0, high=max(median, high))
+    # The variance about the samples' median is the variance about the true median times 1 - 1 / effective.
+    apart = math.sqrt((1 - 1 / n) / (1 - 1 / effective))
+    # If two samples differ tenfold, this power has no bound. So the limit is at most twice as far as the largest.
+    farthest = 2 * ordered[-1] - median
+    return Interval(
+        low=median * min(1, low / median) ** apart, high=min(farthest, median * max(1, high / median) ** apart)
+    )
+
+
+def _why_no_interval(count: int, effective: float | None) -> str | None:
+    if effective is None:
+        return f"{counted(count, 'sample')} {'is' if count == 1 else 'are'} too few for an interval"
+    if effective < MINIMUM_FOR_INTERVAL:
+        return (
+            f"each sample is so much like the one before that the {count} are worth "
+            f"{effective:.1f} independent ones: too few for an interval"
+        )
+    return None
+
+
 def _stdev(values: Sequence[float]) -> float:
-    """What statistics.stdev gives, to the last digit, in a tenth of its time: samples are whole numbers of the smallest
-    power of two among them, and integers are summed exactly."""
-    ratios = [value.as_integer_ratio() for value in values]
-    unit = max(denominator for _, denominator in ratios)
-    whole = [numerator * (unit // denominator) for numerator, denominator in ratios]
+    """What statistics.stdev gives, to the last digit, in a twentieth of its time: samples are whole numbers of the last
+    bit of the smallest among them, and integers are summed exactly."""
+    unit = 2.0 ** (53 - math.frexp(min(filter(None, values), default=1.0))[1])
+    whole = [int(value * unit) for value in values]
+    least = min(whole)
+    whole, unit = [value - least for value in whole], int(unit)
     n, total = len(whole), sum(whole)
     squares, over = n * sum(map(operator.mul, whole, whole)) - total * total, n * (n - 1) * unit * unit
     # The root to 55 bits, the last of them 1 where more would follow: rounded once, to a float.
@@ -366,33 +418,33 @@ def _stdev(values: Sequence[float]) -> float:
 
 
 @functools.lru_cache(maxsize=8)
-def _ranked(values: tuple[float, ...]) -> tuple[list[float], list[float], float]:
-    """The ranks, the same about their middle, and the squares of these summed: multiples of a half, so exactly."""
-    ranks, middle = ranks_of(values), (len(values) + 1) / 2
-    deviations = [rank - middle for rank in ranks]
-    return ranks, deviations, sum(map(operator.mul, deviations, deviations))
+def _ranked(values: tuple[float, ...]) -> tuple[list[float], float]:
+    return _ranked_of(values, _ordered(values))
 
 
-@functools.lru_cache(maxsize=8)  # the interval asks several times
-def _autocorrelation(values: tuple[float, ...]) -> float | None:
-    count = len(values)
+def _ranked_of(values: Sequence[float], ordered: Sequence[float]) -> tuple[list[float], float]:
+    """The ranks, and the squares of their deviations from their mean summed: multiples of a half, so exactly."""
+    ranks, n = _ranks(values, ordered), len(values)
+    return ranks, sum(map(operator.mul, ranks, ranks)) - n * (n + 1) ** 2 / 4
+
+
+def _autocorrelation(ranks: Sequence[float], total: float) -> float | None:
+    count, middle = len(ranks), (len(ranks) + 1) / 2
     if count < MINIMUM_FOR_INTERVAL:
         return None
-    _, deviations, total = _ranked(values)
     if not total:
         return 0.0
-    products = sum(map(operator.mul, deviations, itertools.islice(deviations, 1, None)))
+    products = sum(map(operator.mul, ranks, itertools.islice(ranks, 1, None)))
+    products += middle * (ranks[0] + ranks[-1] - (count + 1) * middle)  # about the mean
     return _without_bias(products / total, count)
 
 
-@functools.lru_cache(maxsize=8)
-def _wandering(values: tuple[float, ...], autocorrelation: float) -> float:
+def _wandering(ranks: Sequence[float], total: float, autocorrelation: float) -> float:
     """The power of the slowest waves of the ranks over that of an AR(1) process, as a factor on widths.
 
     Samples that seem independent are left alone: their slowest waves differ by chance.
     """
-    n = len(values)
-    ranks, _, total = _ranked(values)
+    n = len(ranks)
     if not total:
         return 1.0
     waves = [sum(map(operator.mul, ranks, wave)) ** 2 for wave in _cosines(n)]
@@ -411,21 +463,15 @@ def _cosines(n: int) -> tuple[tuple[float, ...], ...]:
 
 def ranks_of(values: Sequence[float]) -> list[float]:
     """The ranks of the values from 1; equal values get their mean rank."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    if len(set(values)) == len(values):
-        for i, position in enumerate(order, 1):
-            ranks[position] = float(i)
-        return ranks
-    first = 0
-    while first < len(order):
-        last = first
-        while last + 1 < len(order) and values[order[last + 1]] == values[order[first]]:
-            last += 1
-        for position in order[first : last + 1]:
-            ranks[position] = (first + last) / 2 + 1
-        first = last + 1
-    return ranks
+    return _ranks(values, sorted(values))
+
+
+def _ranks(values: Sequence[float], ordered: Sequence[float]) -> list[float]:
+    ranks = dict(zip(ordered, itertools.count(1.0)))
+    if len(ranks) < len(values):  # of equal values this is the last
+        firsts = dict(zip(reversed(ordered), range(len(values), 0, -1), strict=True))
+        ranks = {value: (firsts[value] + last) / 2 for value, last in ranks.items()}
+    return [*map(ranks.__getitem__, values)]
 
 
 def _without_bias(estimate: float, n: int) -> float:

@@ -30,7 +30,7 @@ from stepscope.core.formulas import Work
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD
 from stepscope.core.run import SCHEMA_VERSION, Repeat, Run, Settings, Status
 from stepscope.core.run_directory import INDEX_FILE, RUN_FILE, SEARCH_FOLDERS, exists, load_run, write_atomically
-from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Interval, Samples
+from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Figures, Interval, Samples, figures_of
 from stepscope.core.workloads import Workload
 
 INDEX_VERSION = 2
@@ -44,24 +44,6 @@ Told = Callable[[int, int], None]
 
 
 # Samples of which only the statistics are kept: what lists and tables of many runs read.
-
-
-class Figures(msgspec.Struct, frozen=True, array_like=True):
-    """The statistics of some samples, in seconds; None as in Samples."""
-
-    count: int
-    median_s: float | None
-    mean_s: float | None
-    stdev_s: float | None
-    percentiles_s: tuple[float | None, ...]
-    """As FEWEST_FOR_PERCENTILE names them."""
-    effective_count: float | None
-    interval: Interval | None
-    why_no_interval: str | None
-    wandering: float
-    first_s: float | None
-    smallest_s: float | None
-    largest_s: float | None
 
 
 class KnownSamples(Samples, frozen=True, kw_only=True):
@@ -81,8 +63,7 @@ class KnownSamples(Samples, frozen=True, kw_only=True):
         return self.known.interval
 
 
-_STATISTICS = tuple(name for name in Figures.__struct_fields__ if name not in ("percentiles_s", "interval"))
-for _name in _STATISTICS:
+for _name in Figures.__struct_fields__[:-2]:
     setattr(KnownSamples, _name, property(operator.attrgetter(f"known.{_name}")))
 
 
@@ -90,12 +71,7 @@ def known(samples: Samples) -> KnownSamples:
     """The statistics of these samples."""
     if isinstance(samples, KnownSamples):
         return samples
-    figures = Figures(
-        **{name: getattr(samples, name) for name in _STATISTICS},
-        percentiles_s=tuple(map(samples.percentile_s, FEWEST_FOR_PERCENTILE)),
-        interval=samples.interval(),
-    )
-    return KnownSamples(values_s=(), clock=samples.clock, known=figures)
+    return KnownSamples(values_s=(), clock=samples.clock, known=figures_of(samples))
 
 
 @dataclass(frozen=True, kw_only=True)
