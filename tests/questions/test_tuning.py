@@ -24,6 +24,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Interval
 from stepscope.core.study_results import LossCurve, Tried, Tuned, change_words, named_apart
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload
+from stepscope.engine.sweep_plan import Cell, CellState, Policy, SweepState, TellSweep
 from stepscope.questions import tuning_curves as curves_module
 from stepscope.questions.tuning import (
     BEFORE,
@@ -661,6 +662,31 @@ def test_a_budget_without_time_for_the_end_is_spent_on_races(tmp_path: Path):
     assert racing.time_left(step, step) and not racing.time_for_losses(step, step)
     now[0] = 50.0
     assert not racing.time_left(step, step)
+
+
+def test_a_race_is_stopped_when_its_time_is_over_and_measured_by_a_later_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What an earlier search stopped is found again, and is no result."""
+    now, asked = [0.0], list[tuple[float, bool]]()
+    stopped = msgspec.structs.replace(make_run(), status="timed-out", failure=None)
+
+    def sweep(_plan: object, policy: Policy, tell: TellSweep, _series: object) -> list[Run]:
+        asked.append((policy.timeout_s, policy.fresh))
+        tell(SweepState(cells=[CellState(cell=Cell(workload=workload()), resumed=not policy.fresh)], timeout_s=9.0))
+        return [stopped]
+
+    monkeypatch.setattr("stepscope.questions.tuning_races.run_sweep", sweep)
+    racing, step = Racing(device="cpu", out=str(tmp_path), budget_s=60, clock=lambda: now[0]), workload()
+    racing._longest_s, now[0] = 10.0, 20.0
+    assert racing.time_left(step, step), "for races alone: the end would take 140 s"
+    now[0] = 21.0
+    assert racing._raced(Cell(workload=step)) == [stopped] and asked == [(39.0, False), (39.0, True)]
+    racing.budget_s = 600
+    racing._keeps_time = None
+    assert racing.time_left(step, step), "the end's 140 s are kept"
+    racing._raced(Cell(workload=step), Cell(workload=step))
+    assert asked[-1] == ((600 - 140 - 21) / 2, True)
 
 
 def test_what_the_user_named_is_raced_first_and_alone_in_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

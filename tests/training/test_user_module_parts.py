@@ -619,6 +619,14 @@ def test_compiled_models_have_no_masks_either():
     model.compile(backend="eager", fullgraph=True)
     assert apart(gradients(model, position_ids=PACKED.to(DEVICE)), own) < 1e-6
     undo()
+    dropping = hugging_face("Mistral")  # calls that keep the model's own attention break no graph
+    dropping.config.attention_dropout = 0.1
+    for block in dropping.model.layers:
+        block.self_attn.attention_dropout = 0.1
+    undo = swap_attention(dropping, "sdpa", implementation("sdpa"))
+    dropping.compile(backend="eager", fullgraph=True)
+    assert all(each.isfinite().all() for each in gradients(dropping))
+    undo()
 
 
 @pytest.mark.parametrize("name", ["Qwen2", "ViT"])
@@ -698,28 +706,29 @@ def test_projections_called_with_other_inputs_compute_apart():
     assert type(cross.q_proj) is torch.nn.Linear and not joined(cross)
 
 
-def test_the_lines_for_a_script_give_it_the_step_that_was_found(tmp_path: Path):
+@pytest.mark.parametrize("masters", [False, True])
+def test_the_lines_for_a_script_give_it_the_step_that_was_found(tmp_path: Path, masters: bool):
     """Applied to the same model in a plain loop, they train as the measured step does, and take as long to a factor."""
     choices: dict[str, Any] = {"attention": "sdpa", "projections": "joint", "optimizer": "adamw-fused"}
-    step = own_llama(tmp_path, **choices)
+    step = own_llama(tmp_path, **choices, **({"dtype": "bf16-master"} if masters else {}))
     lines = script_lines(step.workload)
-    assert lines == [
-        "import stepscope",
-        "stepscope.replace_parts(model, attention='sdpa', projections='joint')",
-        "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",
-    ]
+    swaps = ["import stepscope", "stepscope.replace_parts(model, attention='sdpa', projections='joint')"]
+    assert lines[-3:] == [*swaps, "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)"] or masters
     theirs = own_llama(tmp_path).user_module
     script: dict[str, Any] = {"torch": torch, "model": theirs.module, "lr": 1e-4}
     exec("\n".join(lines), script)
 
     def loop() -> float:
-        loss = theirs.module(**theirs.batches[0]).loss
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=masters):
+            loss = theirs.module(**theirs.batches[0]).loss
         loss.backward()
         script["optimizer"].step()
         script["optimizer"].zero_grad()
         return loss.item()
 
     assert [loop() for _ in range(3)] == pytest.approx(losses_of(step), rel=1e-6)
+    if masters:
+        return
     measured = stepscope_measure({"loop": loop, "found": lambda: drive(step)}, steps=5, warmup=1)
     loop_s, step_s = (measured.samples[name].median_s for name in ("loop", "found"))
     assert loop_s and step_s and 0.2 < loop_s / step_s < 5

@@ -153,7 +153,7 @@ def _findings(tuned: Tuned) -> Iterator[answer.Finding]:
             remedy="mend it first: a race in which it shows again is not taken",
             evidence={},
         )
-    late = sum(1 for tried in tuned.tried if tried.verdict == "not reached")
+    late = sum(tried.verdict == "not reached" for tried in tuned.tried)
     if late:
         yield answer.note(
             "not-reached",
@@ -230,4 +230,5 @@ def _words(tuned: Tuned) -> Iterator[str]:
         yield f"In Python: {call}"
     lines = script_lines(tuned.best)
     if lines:
-        yield "\n".join(["In your script:", *(f"    {line}" for line in lines)])
+        yield "In your script:"
+        yield from (f"    {line}" for line in lines)

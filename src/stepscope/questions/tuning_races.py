@@ -42,6 +42,9 @@ RACED = msgspec.structs.replace(settings_from(None, None, seconds=2.0, no_profil
 ALONE = settings_from(None, None, seconds=3.0, no_profile=True)
 """How long a step is measured that takes no turns: it must be steady by itself."""
 
+_LONGEST_S = Policy().timeout_s
+"""Seconds that a race may take at most, whatever the budget."""
+
 _DEVIATIONS = statistics.NormalDist().inv_cdf(0.975)
 
 
@@ -110,6 +113,8 @@ class Racing:
         """Whether there is time for the end when a first race is asked for; None before."""
         self.needed_s = 0.0
         """The time that another race and the end would have taken, when it was asked for last."""
+        self._race_ends_s = math.inf
+        """When a race that has begun is stopped, in `seconds`: what it would take longer is not its own."""
         self.where: Environment | None = None
         """The environment of the last run."""
         self.doubt = ""
@@ -146,6 +151,7 @@ class Racing:
             self._keeps_time = self.needed_s < self.budget_s
         elif best == baseline and self.needed_s >= self.budget_s:
             self._keeps_time = False  # nothing was found that is to be confirmed: the rest is for races, too
+        self._race_ends_s = self.budget_s - (kept_s if self._keeps_time else 0.0)
         return self.needed_s - (0.0 if self._keeps_time else kept_s) < self.budget_s
 
     def time_for_losses(self, baseline: Workload, best: Workload) -> bool:
@@ -258,7 +264,7 @@ class Racing:
 
     def _by_turns(self, best: Workload, other: Workload) -> Tried:
         began = datetime.now(UTC)
-        (first,) = self._measured(Cell(workload=best, settings=RACED, against=other))
+        (first,) = self._raced(Cell(workload=best, settings=RACED, against=other))
         if first.beside is None:
             return _without_result(first, (first,))
         second = load_run(Path(self.out) / first.beside)
@@ -275,7 +281,8 @@ class Racing:
             },
         )
         if first.status != "done" or second.status != "done":
-            return _without_result(second if second.failure is not None else first, runs)
+            stopped = first.status == "timed-out" or second.failure is None
+            return _without_result(first if stopped else second, runs)
         ratios = paired_ratios(first, second, STEP)
         if ratios is None or ratios.median_s is None:
             return _tried("failed", runs, why="no steps that ran next to one another")
@@ -285,7 +292,7 @@ class Racing:
         known = self._alone.get(best.key)
         workloads = (best, other) if known is None else (other,)
         began = datetime.now(UTC)
-        measured = self._measured(*(Cell(workload=workload, settings=ALONE) for workload in workloads))
+        measured = self._raced(*(Cell(workload=workload, settings=ALONE) for workload in workloads))
         if not self._found:
             self._start_s = self._until(began, measured[0])
         runs = [*([known] if known is not None else []), *measured]
@@ -297,9 +304,21 @@ class Racing:
                 return _without_result(run, runs)
         return beside(first, second)
 
-    def _measured(self, *cells: Cell, refuses: bool = False) -> list[Run]:
+    def _raced(self, *cells: Cell) -> list[Run]:
+        """The runs of a race's cells, stopped when its time is over. What an earlier search stopped is measured."""
+        policy = Policy(fresh=self.fresh, timeout_s=min(_LONGEST_S, self._left_s / len(cells)))
+        runs = self._measured(*cells, policy=policy)
+        if self._found and any(run.status == "timed-out" for run in runs):
+            runs = self._measured(*cells, policy=msgspec.structs.replace(policy, fresh=True))
+        return runs
+
+    @property
+    def _left_s(self) -> float:
+        return max(1.0, self._race_ends_s - self.seconds)
+
+    def _measured(self, *cells: Cell, refuses: bool = False, policy: Policy | None = None) -> list[Run]:
         """The runs of these cells, each in a process of its own; those of an interrupted search are found again."""
-        policy, imported_s = Policy(fresh=self.fresh, refuses=refuses), self._series.forks.import_s
+        policy, imported_s = policy or Policy(fresh=self.fresh, refuses=refuses), self._series.forks.import_s
         runs = run_sweep(self._plan(order_cells(list(cells))), policy, self._told, self._series)
         self._imported_s += max(0.0, self._series.forks.import_s - imported_s)
         self._compiled_s += sum(compiled_s(run) for run in runs)
@@ -394,7 +413,8 @@ def _gravest(run: Run) -> str:
 
 def _without_result(run: Run, runs: tuple[Run, ...]) -> Tried:
     refused = run.failure is not None and run.failure.during in (REFUSED, WRONG)
-    verdict: Verdict = "refused" if refused else "does not fit" if run.status == "out-of-memory" else "failed"
+    by_status: dict[str, Verdict] = {"out-of-memory": "does not fit", "timed-out": "not reached"}
+    verdict: Verdict = "refused" if refused else by_status.get(run.status, "failed")
     return _tried(verdict, runs, why=run.failure.message if run.failure is not None else run.status)
 
 

@@ -105,7 +105,7 @@ def _folder(runs: str | Path, workload: Workload) -> str:
 Budget = Annotated[
     float,
     Option(
-        "How long the search may take, as in 90s, 10min or 1h; what has begun is finished.",
+        "How long the search may take, as in 90s, 10min or 1h; a race that takes longer is stopped.",
         MEASURING,
         takes=partial(parse_seconds, option="--budget"),
         metavar="TIME",

@@ -60,7 +60,11 @@ def script_lines(workload: Workload) -> list[str]:
     masters = ", masters=masters" if precision.masters else ""
     of_pytorch = {"adamw-fused": "fused", "adamw-foreach": "foreach"}
     updates = [f"# optimizer: {optimizer}"]
-    if optimizer in of_pytorch:
+    if optimizer in of_pytorch and masters:
+        made = f"lambda held: torch.optim.AdamW(held, lr=lr, {of_pytorch[optimizer]}=True)"
+        imported = "from stepscope.training.half_optimizers import OnMasters"
+        updates = [imported, f"optimizer = OnMasters(model.parameters(), {made}, masters)"]
+    elif optimizer in of_pytorch:
         updates = [f"optimizer = torch.optim.AdamW(model.parameters(), lr=lr, {of_pytorch[optimizer]}=True)"]
     elif optimizer in OF_ONE_LAUNCH:
         name = f"AdamW{optimizer.removeprefix('adamw-').title().replace('-', '')}"
