@@ -28,7 +28,7 @@ PUBLIC = {"callbacks", "parallel"}
 LIBRARIES = {
     "core": {"msgspec"},
     "recording": {"msgspec", "nvtx", "torch"},
-    "traces": {"adbc_driver_sqlite", "msgspec", "polars"},
+    "traces": {"adbc_driver_sqlite", "msgspec", "numpy", "polars"},
     "allocations": {"msgspec", "polars"},
     "kernels": {"msgspec", "torch", "triton"},
     "runs": {"msgspec"},

@@ -6,11 +6,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.digest import read_trace
-from stepscope.traces.readers import nsys
+from stepscope.traces.readers import nsys_tables
 from stepscope.traces.table import TraceTable
 from tests.captures import CALLS, KERNELS, RANGES, STRINGS, Row, Tables, global_pid, global_tid, nvtx, write_sqlite
 
@@ -20,7 +21,7 @@ NAMES = ["gemm", "", "softmax", "cudaLaunchKernel_v7000", "cuLaunchKernel", "cud
 
 def made_by_dice(seed: int) -> Tables:
     """Two processes of two threads and three streams: each launch is inside a phase or between two, some are lost,
-    some names are, and ids have gaps."""
+    some names are, and ids have gaps. A name is longer than a small page."""
     dice = random.Random(seed)
     ids = sorted(dice.sample(range(-3, 40), len(NAMES))) if seed % 2 else list(range(len(NAMES)))
     missing = 77
@@ -52,13 +53,15 @@ def made_by_dice(seed: int) -> Tables:
             now += 600
             rows[RANGES].append(nvtx(phase, begin, now, process, 7))
             now += dice.choice((0, 50))
+    rows[RANGES] += [nvtx(name, 1, 2, 3, 7) for name in ("", "é" * 40, *("x" * 600,) * (seed % 2))]
     for some in rows.values():
         dice.shuffle(some)
     return tables | {table: some for table, some in rows.items() if some}
 
 
-def plainly(path: Path) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], Counter[str]]:
-    """Kernels with their launches, calls, and the kernels' time by the phase open at their launch in their process."""
+def plainly(path: Path) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], list[tuple[Any, ...]], Counter[str]]:
+    """Kernels with their launches, calls, ranges, and the kernels' time by the phase open at their launch in their
+    process."""
     with sqlite3.connect(path) as db:
         strings = dict(db.execute(f"SELECT id, value FROM {STRINGS}"))
         calls = [
@@ -84,7 +87,7 @@ def plainly(path: Path) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], C
                 if launch[0] is not None and owner == process and begin <= launch[0] < until
             ]
             phases[opened[0] if opened else "outside"] += end - start
-    return work, calls, phases
+    return work, calls, ranges, phases
 
 
 def _read(path: Path) -> tuple[TraceTable, Counter[str]]:
@@ -100,12 +103,23 @@ def _read(path: Path) -> tuple[TraceTable, Counter[str]]:
 def test_every_row_and_phase_as_a_plain_reader_has_them(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nsys, "_BATCH_ROWS", 5 if seed % 3 else 1 << 16)
     path = write_sqlite(made_by_dice(seed), tmp_path / "report.sqlite")
-    work, calls, by_phase = plainly(path)
+    if seed % 3:  # tables of many pages, of which some hold what SQLite itself has to read
+        with sqlite3.connect(path, isolation_level=None) as db:
+            db.executescript("PRAGMA page_size = 512; VACUUM")
+        db.close()
+        monkeypatch.setattr(nsys_tables, "_PAGES", 2)
+        monkeypatch.setattr(nsys_tables, "BATCH_ROWS", 5)
+    if seed % 4 == 3:  # SQLite reads all
+        monkeypatch.setattr(nsys_tables, "_DEEPEST", 0)
+    work, calls, ranges, by_phase = plainly(path)
     table, phases = _read(path)
     columns = ("start_ns", "duration_ns", "device", "stream", "name", "process", "correlation", "launch_ns")
     assert table.work.select(*columns, "launch_thread").rows() == work
     said = table.calls.select("start_ns", "duration_ns", "process", "thread", "name", "correlation")
     assert said.rows() == calls
+    ended = table.ranges.select(
+        "name", "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns"), process="process"
+    )
+    assert ended.rows() == ranges
     assert +phases == +by_phase

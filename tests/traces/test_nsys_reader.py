@@ -16,7 +16,7 @@ from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.readers import nsys as nsys_tables
+from stepscope.traces.readers import nsys_tables
 from stepscope.traces.table import DETAIL_SCHEMA, Damage, TraceTable
 from tests.captures import (
     AUTOGRAD,
@@ -346,7 +346,7 @@ def test_sparse_and_batched_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             if call["nameId"] == row["id"]:
                 call["nameId"] = -(10**15) * (number + 1)
         row["id"] = -(10**15) * (number + 1)
-    monkeypatch.setattr(nsys_tables, "_BATCH_ROWS", 7)
+    monkeypatch.setattr(nsys_tables, "BATCH_ROWS", 7)
     path = write_sqlite(tables, tmp_path / "sparse.sqlite")
     with sqlite3.connect(path) as connection:
         connection.execute(f"UPDATE {KERNELS} SET rowid = rowid * 1000000007")

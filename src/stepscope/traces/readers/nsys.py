@@ -9,33 +9,40 @@ import copy
 import ctypes
 import fcntl
 import gzip
-import itertools
 import os
 import shutil
 import tempfile
-import threading
 import zlib
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, cast
-from urllib.parse import quote
+from typing import cast
 
-import adbc_driver_sqlite.dbapi
+import numpy as np
 import polars as pl
 
 from stepscope.core.errors import InputError, StepscopeError, one_line, printable
-from stepscope.core.files import check_no_pointer
 from stepscope.core.profilers import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
 from stepscope.core.units import format_bytes
 from stepscope.traces.readers.json_events import is_bomb
+from stepscope.traces.readers.nsys_tables import (
+    BATCH_ROWS,
+    NO_NUMBER,
+    Array,
+    Column,
+    Names,
+    ParquetTables,
+    Piece,
+    Rows,
+    SqliteTables,
+    Tables,
+)
 from stepscope.traces.table import (
     CALL_SCHEMA,
     CALLS,
     DETAIL_SCHEMA,
     KIND,
+    KINDS,
     LARGEST_NS,
     OPERATOR_SCHEMA,
     RANGE_SCHEMA,
@@ -47,223 +54,7 @@ from stepscope.traces.table import (
     add_count,
     assemble,
     empty,
-    fits,
 )
-
-# Where the tables of an nsys export lie: in an SQLite file or in a folder of parquet files.
-#
-# Which tables and columns exist differs between versions of nsys. An SQLite file is opened read-only and never locked.
-
-
-NO_NUMBER = 1 - 2**63
-"""Stands for null while numbers are read; no clock, thread or id comes near."""
-_READERS = 2
-_BATCH_ROWS = 1 << 18
-"""The most raw rows of an export that are held at once: they take several times the memory of what is kept."""
-_LEAST_ROW_BYTES = 16
-"""A row of two times, an id and a name takes more bytes than this in an export."""
-_BROKEN_PARQUET = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
-"""Damage that polars does not foresee makes it panic."""
-
-
-_KNOWN = (
-    "start", "end", "globalTid", "globalPid", "correlationId", "nameId", "deviceId", "streamId", "graphNodeId",
-    "graphId", "demangledName", "shortName", "mangledName", "copyKind", "bytes", "srcKind", "dstKind", "gridX",
-    "gridY", "gridZ", "blockX", "blockY", "blockZ", "registersPerThread", "eventType", "text", "textId", "id",
-    "value", "name", "cuDevice", "severity",
-)  # fmt: skip
-_SPELLED = {name.casefold(): name for name in _KNOWN}
-"""Columns that readers ask for. Tools that write exports anew spell tables and columns in other cases."""
-
-
-class Tables(Protocol):
-    """Where the tables of an export lie. Their names and those of their columns count whatever their case."""
-
-    path: Path
-
-    def columns(self, table: str) -> tuple[str, ...]: ...
-
-    def is_text(self, table: str, column: str) -> bool:
-        """Whether a column holds texts themselves, where other exports hold their ids."""
-        ...
-
-    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]: ...
-
-
-class SqliteTables:
-    """The tables of an SQLite export."""
-
-    def __init__(self, path: Path, named: Path | None = None) -> None:
-        """`named`: what messages name, where it is not the file itself."""
-        self.path = named or path
-        for ending in ("-wal", "-journal"):
-            beside = path.with_name(path.name + ending)
-            if beside.exists() and beside.stat().st_size:  # it holds rows that a reader who locks nothing cannot see
-                raise InputError(
-                    f"{path}: {beside.name} lies beside it, so it is still being written, or its writer was "
-                    "interrupted: wait, or export it again"
-                )
-        self._check_whole(path)
-        self._bytes = path.stat().st_size
-        self._errors = adbc_driver_sqlite.dbapi.Error
-        self._uri = f"file:{quote(os.fsencode(path.resolve()))}?mode=ro&immutable=1"
-        # Its types say nothing of options and parameters.
-        self._connect: Callable[[str], Any] = adbc_driver_sqlite.dbapi.connect  # pyright: ignore[reportUnknownMemberType]
-        self._of_thread = threading.local()
-        described = self._query(
-            "SELECT CAST(m.name AS BLOB) AS t, CAST(c.name AS BLOB) AS c"
-            " FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND m.name NOT LIKE 'ENUM%'"
-        )
-        self._columns: dict[str, tuple[str, ...]] = {}
-        if described.height:
-            for table, column in described.iter_rows():
-                self._columns[utf8(table).casefold()] = (*self.columns(utf8(table)), _spelled(utf8(column)))
-
-    def _check_whole(self, path: Path) -> None:
-        """SQLite itself misses a page only where it needs it: a table cut short can look like a small one."""
-        with path.open("rb") as file:
-            header = file.read(100)
-        page_bytes = int.from_bytes(header[16:18]) if header[16:18] != b"\x00\x01" else 1 << 16
-        stated = page_bytes * int.from_bytes(header[28:32])
-        # The number of pages counts only where the last writer knew of it: it then left the counter of changes twice.
-        if len(header) == 100 and header[24:28] == header[92:96] and path.stat().st_size < stated:
-            raise InputError(
-                f"{self.path}: {path.stat().st_size} bytes of {stated}: this database is truncated; copy or export it "
-                "again"
-            )
-
-    def columns(self, table: str) -> tuple[str, ...]:
-        return self._columns.get(table.casefold(), ())
-
-    def is_text(self, table: str, column: str) -> bool:
-        kind = self._query(f'SELECT typeof("{column}") AS t FROM "{table}" WHERE "{column}" IS NOT NULL LIMIT 1')
-        return bool(kind.height) and kind.item() == "text"
-
-    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
-        """Numbers with NO_NUMBER for null; texts as bytes, empty for null, since the export promises no encoding."""
-        # Each extreme alone is one step to an end of the table; both in one query are a walk through all of it.
-        extremes = f'(SELECT min(rowid) FROM "{table}") AS low, (SELECT max(rowid) FROM "{table}") AS high'
-        bounds = self._query(f"SELECT ifnull(low, 0) AS low, ifnull(high, -1) AS high FROM (SELECT {extremes})")
-        low, high = int(bounds.item(0, "low")), int(bounds.item(0, "high"))
-        # Rows are numbered without gaps; a table where they are not is read at once, or most batches could be empty.
-        step = _BATCH_ROWS if high - low <= self._bytes // _LEAST_ROW_BYTES else high - low + 1
-        stretches = ((first, min(first + step - 1, high)) for first in range(low, high + 1, step))
-
-        def rows(stretch: tuple[int, int]) -> pl.DataFrame:
-            return self._rows(f'FROM "{table}" WHERE rowid BETWEEN {stretch[0]} AND {stretch[1]}', numbers, texts)
-
-        # SQLite works without Python's lock: while one batch is looked at, the next ones are read.
-        with ThreadPoolExecutor(_READERS) as readers:
-            ahead = deque(readers.submit(rows, stretch) for stretch in itertools.islice(stretches, _READERS))
-            while ahead:
-                frame = ahead.popleft().result()
-                ahead.extend(readers.submit(rows, stretch) for stretch in itertools.islice(stretches, 1))
-                if frame.height:
-                    yield frame
-
-    def _rows(self, where: str, numbers: list[str], texts: list[str]) -> pl.DataFrame:
-        """The rows of one batch. What is a number in every row is taken as it stands: a cast of each takes longer."""
-        plain = [f'"{name}" AS "{name}"' for name in numbers]
-        bytes_of = [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
-        frame = None
-        with contextlib.suppress(InputError):  # a column of several types is one to ADBC, too, unless each is cast
-            frame = self._query(f"SELECT {', '.join([*plain, *bytes_of])} {where}")
-        if frame is None or any(frame[name].dtype != pl.Int64 for name in numbers):
-            cast_to = [f'CAST(ifnull("{name}", {NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
-            frame = self._query(f"SELECT {', '.join([*cast_to, *bytes_of])} {where}")
-        absent = [name for name in numbers if frame[name].null_count()]
-        return frame.with_columns(pl.col(absent).fill_null(NO_NUMBER)) if absent else frame
-
-    def _query(self, query: str) -> pl.DataFrame:
-        """The answer, in one chunk. Each thread keeps a connection: opening one reads the schema."""
-        try:
-            if not hasattr(self._of_thread, "connection"):
-                self._of_thread.connection = self._connect(self._uri)
-            with self._of_thread.connection.cursor() as cursor:
-                cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(_BATCH_ROWS)})
-                cursor.execute(query)
-                return pl.DataFrame(cursor.fetch_arrow())
-        except (self._errors, pl.exceptions.PolarsError) as error:  # it reads on while polars takes the rows
-            reason = one_line(error)
-            raise InputError(f"{self.path}: cannot be read as an SQLite database: {reason}: export it again") from None
-
-
-class ParquetTables:
-    """The tables of a parquetdir export."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._files = {file.stem.casefold(): file for file in path.glob("*.parquet")}
-
-    def columns(self, table: str) -> tuple[str, ...]:
-        if table.casefold() not in self._files:
-            return ()
-        try:
-            return tuple(self._schema(table))
-        except _BROKEN_PARQUET as error:
-            with self._files[table.casefold()].open("rb") as file:
-                check_no_pointer(self._files[table.casefold()], file.read(64))
-            raise InputError(f"{self._files[table.casefold()]}: cannot be read as parquet: {one_line(error)}") from None
-
-    def is_text(self, table: str, column: str) -> bool:
-        dtype = self._schema(table)[column]
-        return dtype == pl.String or dtype == pl.Binary  # noqa: PLR1714 - a type is equal, and not in
-
-    def _schema(self, table: str) -> dict[str, pl.DataType]:
-        with _panics_unheard():
-            schema = pl.read_parquet_schema(self._files[table.casefold()])
-        return {_spelled(name): dtype for name, dtype in schema.items()}
-
-    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
-        try:
-            schema = self._schema(table)
-            scan = pl.scan_parquet(self._files[table.casefold()]).rename(_spelled)
-            scan = scan.select(
-                *(_integers(name, schema[name]).fill_null(NO_NUMBER) for name in numbers),
-                *(_bytes(name, schema[name]).fill_null(b"") for name in texts),
-            )
-            with _panics_unheard():
-                frame = scan.collect()
-            yield frame
-        except _BROKEN_PARQUET as error:
-            raise InputError(f"{self._files[table.casefold()]}: cannot be read: {one_line(error)}") from None
-
-
-@contextmanager
-def _panics_unheard() -> Generator[None]:
-    """Inside, what is written to stderr is lost: where polars panics, its threads write backtraces there."""
-    try:
-        kept = os.dup(2)
-    except OSError:  # stderr is closed
-        yield
-        return
-    try:
-        with Path(os.devnull).open("wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-def _spelled(column: str) -> str:
-    """A column's name as readers ask for it."""
-    return _SPELLED.get(column.casefold(), column)
-
-
-def _integers(name: str, dtype: pl.DataType) -> pl.Expr:
-    """The column as signed 64-bit integers, as SQLite holds them: ids of threads use all 64 bits."""
-    return pl.col(name).reinterpret(signed=True) if dtype == pl.UInt64 else pl.col(name).cast(pl.Int64)
-
-
-def _bytes(name: str, dtype: pl.DataType) -> pl.Expr:
-    return pl.col(name) if dtype == pl.Binary else pl.col(name).cast(pl.String).cast(pl.Binary)
-
-
-def utf8(value: bytes | str | None) -> str:
-    """Bytes decoded as UTF-8; invalid bytes become replacement characters."""
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else (value or "")
-
 
 # What an nsys export says of kernels and copies beside their times: sizes, kinds of memory, grids, registers.
 
@@ -350,6 +141,11 @@ def operators_apart(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     )
     if not written.height:
         return ranges, empty(OPERATOR_SCHEMA)
+    parts = [_apart(some, written) for some in ranges.iter_slices(BATCH_ROWS)]  # a join takes twice the memory
+    return pl.concat(part for part, _ in parts), pl.concat(part for _, part in parts)
+
+
+def _apart(ranges: pl.DataFrame, written: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     joined = ranges.join(written, on="name", how="left", maintain_order="left")
     users = joined.filter(~pl.col("is_operator").fill_null(False))
     operators = joined.filter("is_operator")
@@ -453,7 +249,6 @@ def unpacked(path: Path) -> Generator[Path]:
 _PUSH_POP, _START_END = (59, 70), (60, 71)
 """Types of the events that are ranges, with plain and with extended payload."""
 _UNTIMED = "rows without a time"
-_OFTEN_ONE = ("device", "stream", "process", "thread")
 _COPIES = "CUPTI_ACTIVITY_KIND_MEMCPY"
 _WORK_TABLES = {
     "CUPTI_ACTIVITY_KIND_KERNEL": "kernel",
@@ -531,13 +326,16 @@ class _Reader:
         self._details = DETAILS if launch_sizes else _OF_COPIES
         self._other: dict[str, int] = {}
         self._damage = Damage()
-        strings = pl.DataFrame(schema={"id": pl.Int64, "value": pl.String})
+        self._names = Names()
+        strings = pl.DataFrame(schema={"id": pl.Int64, "value": pl.Categorical()})
         if self._has("StringIds", "id", "value"):
-            frame = self._whole("StringIds", ["id"], ["value"]).unique("id", keep="first")
-            strings = frame.with_columns(_decoded(frame["value"]))
-        value = pl.col("value").cast(pl.Categorical())
-        said = pl.when(pl.col("value") != "").then(value).alias("said")
-        self._strings = strings.sort("id").with_columns(value, said)
+            strings = self._whole("StringIds", ["id"], ["value"]).unique("id", keep="first").sort("id")
+        self._ids: Array = strings["id"].to_numpy()
+        first = self._names.add(strings["value"])
+        self._strings = np.append(np.arange(first, first + len(self._ids)), _NONE)
+        """The number of each id's string, and last that of none."""
+        self._said = np.where(self._names.are_empty(self._strings[:-1]), _NONE, self._strings[:-1])
+        self._said = np.append(self._said, _NONE)
 
     def table(self) -> TraceTable:
         path = self._tables.path
@@ -587,73 +385,70 @@ class _Reader:
         return set(columns) <= set(self._tables.columns(table))
 
     def _whole(self, table: str, numbers: list[str], texts: list[str]) -> pl.DataFrame:
-        nothing = pl.DataFrame(schema=dict.fromkeys(numbers, pl.Int64) | dict.fromkeys(texts, pl.Binary))
-        return pl.concat([nothing, *self._tables.batches(table, numbers, texts)])
+        nothing = pl.DataFrame(schema=dict.fromkeys(numbers, pl.Int64) | dict.fromkeys(texts, pl.Categorical()))
+        return pl.concat([nothing, *self._tables.frames(table, numbers, texts)])
 
-    def _timed(self, table: str, numbers: list[str], texts: list[str], what: str) -> Iterator[pl.DataFrame]:
-        """Batches of the rows that have a time. Rows that have none, or end before they begin, are counted."""
-        needed = ("start",) if what == RANGES else ("start", "end")
-        for frame in self._tables.batches(table, numbers, texts):
-            if not frame.height:  # of a parquet file
-                continue
-            timed = frame
-            bounds = [_bounds(frame[column]) for column in needed]
-            if min(low for low, _ in bounds) <= -LARGEST_NS or max(high for _, high in bounds) >= LARGEST_NS:
-                timed = frame.filter(*(pl.col(column) != NO_NUMBER for column in needed))
-                add_count(self._other, _UNTIMED, frame.height - timed.height)
-                on_a_clock = [pl.col(column).is_between(-LARGEST_NS, LARGEST_NS, closed="none") for column in needed]
-                recorded, timed = timed.height, timed.filter(*on_a_clock)
-                add_count(self._damage.untimed, what, recorded - timed.height)
-            if (frame["end"] < frame["start"]).any():
-                counted = (pl.col("end") < pl.col("start")) & (pl.col("end") != NO_NUMBER)
+    def _timed(self, table: str, numbers: list[str], texts: list[str], what: str) -> Iterator[tuple[Piece, Array]]:
+        """The rows that have a time, and how long they last. Rows that have none, or end before they begin, are
+        counted."""
+        for recorded in self._tables.pieces(table, numbers, texts, self._names):
+            piece, start, end = recorded, recorded.array("start"), recorded.array("end")
+            needed = (start,) if what == RANGES else (start, end)
+            if any(one.min() <= -LARGEST_NS or one.max() >= LARGEST_NS for one in needed):
+                known = np.logical_and.reduce([one != NO_NUMBER for one in needed])
+                on_a_clock = np.logical_and.reduce([(one > -LARGEST_NS) & (one < LARGEST_NS) for one in needed])
+                piece = recorded.filter(on_a_clock)
+                add_count(self._other, _UNTIMED, recorded.height - int(known.sum()))
+                add_count(self._damage.untimed, what, int(known.sum()) - piece.height)
+                start, end = piece.array("start"), piece.array("end")
+            backwards = end < start
+            if any_backwards := backwards.any():
+                counted = backwards & (end != NO_NUMBER)
                 if what == RANGES:  # a mark has no end
-                    counted &= pl.col("eventType").is_in([*_PUSH_POP, *_START_END])
-                add_count(self._damage.backwards, what, int(timed.select(counted.sum()).item()))
-            if timed.height:
-                yield timed
+                    counted &= np.isin(piece.array("eventType"), [*_PUSH_POP, *_START_END])
+                add_count(self._damage.backwards, what, int(counted.sum()))
+            if piece.height:
+                lasts = end - start
+                yield piece, np.maximum(lasts, 0) if any_backwards else lasts
 
     def _threads(self) -> dict[tuple[int, int], str]:
         """The names of threads, by process and thread as other frames number them."""
         if not self._has("ThreadNames", "nameId", "globalTid"):
             return {}
         frame = self._whole("ThreadNames", ["nameId", "globalTid"], [])
-        named = frame.select(_PROCESS, pl.col("globalTid").alias("thread")).with_columns(
-            self._looked_up(frame, "nameId", "names of threads").cast(pl.String)
-        )
-        return {(process, thread): name for process, thread, name in named.drop_nulls().iter_rows()}
+        names = self._names.named(self._looked_up(frame["nameId"].to_numpy(), "names of threads"))
+        named = frame.select((pl.col("globalTid") & _OF_PROCESS).alias("process"), "globalTid", names.alias("name"))
+        return {(process, thread): name for process, thread, name in named.rows()}
 
-    def _looked_up(self, frame: pl.DataFrame, column: str, what: str, *, wanted: pl.Series | None = None) -> pl.Series:
-        """The strings of ids, or the texts that stand in their place; an id without a string stays visible as its
-        number, and no id is no string.
+    def _looked_up(self, ids: Array, what: str, *, wanted: Array | None = None) -> Array:
+        """The names of ids; an id without a string stays visible as its number, and no id is no string.
 
         Ids without a string are counted, as damage to `what`, where the string is `wanted`.
         """
-        if frame[column].dtype == pl.Binary:
-            return _decoded(frame[column]).alias("name")
-        found = self._of_ids(frame[column])
-        if not found.null_count():
-            return found.alias("name")
-        missing = found.is_null() & (frame[column] != NO_NUMBER)
-        add_count(self._damage.nameless, what, int((missing if wanted is None else missing & wanted).sum()))
-        number = pl.when(frame[column] != NO_NUMBER).then(frame[column])
-        text = pl.coalesce(pl.format("string {}", number), pl.lit("")).cast(pl.Categorical())
-        return pl.select(pl.coalesce(found, text).alias("name")).to_series()
+        found = self._of_ids(ids, self._strings)
+        if found.min() == _NONE:
+            missing = found == _NONE
+            found[missing] = self._names.made(ids[missing], lambda one: "" if one == NO_NUMBER else f"string {one}")
+            missing &= ids != NO_NUMBER
+            add_count(self._damage.nameless, what, int((missing if wanted is None else missing & wanted).sum()))
+        return found
 
-    def _of_ids(self, ids: pl.Series, strings: str = "value") -> pl.Series:
-        """The string of each id, or null; of `said`, null for an empty one, too."""
-        known = self._strings["id"]
-        if not len(known) or not len(ids):
-            return pl.Series("name", [None], dtype=pl.Categorical()).new_from_index(0, len(ids))
-        low, high = known[0], known[-1]
+    def _of_ids(self, ids: Array, strings: Array) -> Array:
+        """The string of each id, or _NONE."""
+        known = self._ids
+        if not len(known):
+            return np.full(len(ids), _NONE)
+        low, high = int(known[0]), int(known[-1])
         if high - low + 1 == len(known):  # numbered without gaps
-            at = ids if low == 0 else ids - low
-            least, most = _bounds(ids)
-            inside = low <= least and most <= high
-            at = at if inside else at.set(~ids.is_between(low, high), None)
+            at = (
+                ids - low
+                if low <= ids.min() and ids.max() <= high
+                else np.where((ids < low) | (ids > high), len(known), ids - low)
+            )
         else:
-            at = known.search_sorted(ids, side="left").clip(upper_bound=len(known) - 1)
-            at = at.set(known.gather(at) != ids, None)
-        return self._strings[strings].gather(at.cast(pl.UInt32)).alias("value")
+            at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+            at = np.where(known[at] == ids, at, len(known))
+        return strings[at]
 
     def _calls(self) -> pl.DataFrame:
         table, numbers = "CUPTI_ACTIVITY_KIND_RUNTIME", ["start", "end", "globalTid", "correlationId"]
@@ -662,129 +457,179 @@ class _Reader:
         texts = ["nameId"] if self._tables.is_text(table, "nameId") else []
         if not texts:
             numbers.append("nameId")
-        parts = [
-            _Part(
-                frame.select(
-                    _START,
-                    _DURATION,
-                    _PROCESS,
-                    pl.col("globalTid").alias("thread"),
-                    self._looked_up(frame, "nameId", CALLS).cast(pl.Categorical),
-                    _number_of(frame, "correlationId").alias("correlation"),
-                )
+        rows = Rows()
+        for piece, lasts in self._timed(table, numbers, texts, CALLS):
+            named = piece.array("nameId")
+            rows.add(
+                piece,
+                {
+                    "start_ns": piece.columns["start"],
+                    "duration_ns": lasts,
+                    "process": piece.columns["globalTid"] & _OF_PROCESS,
+                    "thread": piece.columns["globalTid"],
+                    "name": named if texts else self._looked_up(named, CALLS),
+                    "correlation": piece.columns["correlationId"],
+                },
             )
-            for frame in self._timed(table, numbers, texts, CALLS)
-        ]
-        return _together(parts, CALL_SCHEMA)
+        return self._frame(rows, CALL_SCHEMA)
+
+    def _frame(self, rows: Rows, schema: pl.Schema, made: dict[str, pl.Series] | None = None) -> pl.DataFrame:
+        """The rows, which are emptied: a column is held twice only while it is made. Columns of one value are held as
+        that value: of a million rows, each saves 8 MB. `made`: columns that are there already."""
+        if not rows.height:
+            return empty(schema)
+        frame = pl.DataFrame(made or {}) if made else pl.DataFrame(height=rows.height)
+        constants: list[pl.Expr] = []
+        for name, dtype in schema.items():
+            if name in frame.columns:
+                continue
+            column = rows.pop(name)
+            if isinstance(column, int):
+                one = None if column == NO_NUMBER else self._series(np.array([column]), name, dtype).item()
+                constants.append(pl.lit(one, dtype).alias(name))
+            else:
+                frame = frame.with_columns(self._series(column, name, dtype).alias(name))
+        if give_back := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone, which keeps what is freed
+            give_back(0)
+        return frame.with_columns(constants).select(schema.names())
+
+    def _series(self, column: Array, name: str, dtype: pl.DataType) -> pl.Series:
+        if dtype == pl.Categorical:
+            return self._names.named(column)
+        if dtype == KIND:
+            return pl.Series(KINDS, dtype=KIND).gather(pl.Series(column))
+        series = pl.Series(column)
+        return series.set(series == NO_NUMBER, None) if name != "thread" and column.min() == NO_NUMBER else series
 
     def _work(self) -> pl.DataFrame:
-        parts = [
-            part
-            for table, kind in _WORK_TABLES.items()
-            if self._has(table, "start", "end")
-            for part in self._work_of(table, kind)
-        ]
-        said = {name for part in parts for name in part.columns}
-        details = {name: dtype for name, dtype in DETAIL_SCHEMA.items() if name in said}
-        return _together(parts, pl.Schema({**WORK_SCHEMA, **details}))
+        rows, details = Rows(), list[tuple[int, pl.DataFrame]]()
+        for table, kind in _WORK_TABLES.items():
+            if self._has(table, "start", "end"):
+                details += self._read_work(table, kind, rows)
+        made: dict[str, pl.Series] = {}
+        for name, dtype in DETAIL_SCHEMA.items():
+            if any(name in part.columns for _, part in details):
+                nothing = pl.Series(name, [None], dtype=dtype)
+                parts = [
+                    part[name] if name in part.columns else nothing.new_from_index(0, height)
+                    for height, part in details
+                ]
+                made[name] = pl.concat(parts, rechunk=True)
+        dtypes = {name: dtype for name, dtype in DETAIL_SCHEMA.items() if name in made}
+        return self._frame(rows, pl.Schema({**WORK_SCHEMA, **dtypes}), made)
 
-    def _work_of(self, table: str, kind: str) -> "list[_Part]":
-        """The work of one table. Of names the best column is read alone; the others, too, where it lacks some."""
+    def _read_work(self, table: str, kind: str, rows: Rows) -> list[tuple[int, pl.DataFrame]]:
+        """Add the work of one table. Of names the best column is read alone; the others, too, where it lacks some.
+
+        Returns what is said beside, a stretch of rows at a time: raw, it takes several times the memory.
+        """
         names = [name for name in _NAMES if name in self._tables.columns(table)]
-        counts = copy.deepcopy((self._other, self._damage))
+        before, counts = rows.height, copy.deepcopy((self._other, self._damage))
         for some in (names[:1], names):
-            parts: list[_Part] = []
-            for frame in self._work_batches(table, some):
-                named = self._names_of_work(frame, kind, some, are_all=some == names)
+            raw, details = Rows(), list[tuple[int, pl.DataFrame]]()
+            for piece, lasts in self._work_pieces(table, some):
+                named = self._names_of_work(piece, kind, some, are_all=some == names)
                 if named is None:
-                    self._other, self._damage = counts
+                    self._other, self._damage = copy.deepcopy(counts)
+                    rows.cut(before)
                     break
-                parts.append(_Part(self._work_frame(frame, kind, named)))
+                get = piece.columns.get
+                rows.add(
+                    piece,
+                    {
+                        "start_ns": piece.columns["start"],
+                        "duration_ns": lasts,
+                        "device": _number_or(get("deviceId", NO_NUMBER), -1),
+                        "stream": _number_or(get("streamId", NO_NUMBER), -1),
+                        "kind": KINDS.index(kind),
+                        "name": named,
+                        "process": get("globalPid", NO_NUMBER),
+                        "correlation": get("correlationId", NO_NUMBER),
+                        "graph_node": get("graphNodeId", NO_NUMBER),
+                    },
+                )
+                raw.add(piece, {name: column for name, column in piece.columns.items() if name in self._details})
+                if raw.height >= BATCH_ROWS:
+                    details.append(_details_of(raw))
+                    raw = Rows()
             else:
-                return parts
+                return [*details, _details_of(raw)]
         raise AssertionError("the second reading has all names")
 
-    def _work_frame(self, frame: pl.DataFrame, kind: str, names: pl.Series) -> pl.DataFrame:
-        return frame.select(
-            _START,
-            _DURATION,
-            _number_of(frame, "deviceId").fill_null(-1).alias("device"),
-            _number_of(frame, "streamId").fill_null(-1).alias("stream"),
-            pl.lit(kind, KIND).alias("kind"),
-            names.cast(pl.Categorical),
-            _number_of(frame, "globalPid").alias("process"),
-            _number_of(frame, "correlationId").alias("correlation"),
-            _number_of(frame, "graphNodeId").alias("graph_node"),
-            *detail_columns(frame),
-        )
-
-    def _work_batches(self, table: str, names: list[str]) -> Iterator[pl.DataFrame]:
+    def _work_pieces(self, table: str, names: list[str]) -> Iterator[tuple[Piece, Array]]:
         present = self._tables.columns(table)
         texts = [name for name in names if self._tables.is_text(table, name)]
         optional = ("deviceId", "streamId", "correlationId", "globalPid", "graphNodeId")
         wanted = (*optional, *self._details, *names, "copyKind", "graphId")
         numbers = ["start", "end", *(name for name in wanted if name in present and name not in texts)]
-        absent = [pl.lit(NO_NUMBER, pl.Int64).alias(name) for name in optional if name not in present]
-        for frame in self._timed(table, numbers, texts, WORK):
-            yield frame.with_columns(absent)
+        self._as_texts = texts
+        return self._timed(table, numbers, texts, WORK)
 
-    def _names_of_work(self, frame: pl.DataFrame, kind: str, columns: list[str], are_all: bool) -> pl.Series | None:
-        """The names of a batch; None where these columns lack some and are not all that there are."""
+    def _names_of_work(self, piece: Piece, kind: str, columns: list[str], are_all: bool) -> Column | None:
+        """The names of these rows; None where these columns lack some and are not all that there are."""
         if kind == "kernel" and columns:
-            named = pl.Series("name", [None], dtype=pl.Categorical()).new_from_index(0, frame.height)
+            named = np.full(piece.height, _NONE)
             for column in columns:  # the name of each kernel by the first of these columns that says it
-                if frame[column].dtype == pl.Binary:
-                    names = _decoded(frame[column]).cast(pl.Categorical())
-                    names = names.set(fits(names, "^$"), None)
+                names = piece.array(column)
+                if column in self._as_texts:
+                    names = np.where(self._names.are_empty(names), _NONE, names)
                 else:
-                    names = self._of_ids(frame[column], "said")
-                named = pl.select(pl.coalesce(named, names).alias("name")).to_series()
-                if not named.null_count():
+                    names = self._of_ids(names, self._said)
+                named = np.where(named == _NONE, names, named) if column != columns[0] else names
+                if named.min() != _NONE:
                     return named
             if not are_all:
                 return None
-            rest = self._looked_up(frame, columns[0], WORK, wanted=named.is_null()).cast(pl.Categorical())
-            return named.fill_null(rest)
-        if kind == "memcpy" and "copyKind" in frame.columns:
-            copies = pl.col("copyKind").replace_strict(_COPY_NAMES, default="other", return_dtype=pl.String)
-            return frame.select(pl.format("Memcpy {}", copies).alias("name")).to_series()
-        if kind == "graph" and "graphId" in frame.columns:
-            return frame.select(pl.format("CUDA graph {}", "graphId").alias("name")).to_series()
-        return pl.Series("name", [kind.capitalize()]).new_from_index(0, frame.height)
+            first, unnamed = piece.array(columns[0]), named == _NONE
+            rest = first if columns[0] in self._as_texts else self._looked_up(first, WORK, wanted=unnamed)
+            return np.where(unnamed, rest, named)
+        if kind == "memcpy" and "copyKind" in piece.columns:
+            return self._names.made(piece.array("copyKind"), lambda one: f"Memcpy {_COPY_NAMES.get(one, 'other')}")
+        if kind == "graph" and "graphId" in piece.columns:
+            return self._names.made(piece.array("graphId"), lambda one: f"CUDA graph {one}")
+        return int(self._names.made(np.zeros(1, np.int64), lambda _: kind.capitalize())[0])
 
     def _ranges(self) -> tuple[pl.DataFrame, pl.DataFrame]:
         """Ranges of the user's, and operators that `emit_nvtx` wrote as ranges; what is neither is counted."""
         table, numbers = "NVTX_EVENTS", ["start", "end", "eventType", "globalTid"]
-        parts: tuple[list[_Part], list[_Part]] = [], []
         if not self._has(table, *numbers):
             return empty(RANGE_SCHEMA), empty(OPERATOR_SCHEMA)
         if self._has(table, "textId"):
             numbers.append("textId")
         texts = ["text"] if self._has(table, "text") else []
-        for frame in self._timed(table, numbers, texts, RANGES):
-            chosen = frame.filter(pl.col("eventType").is_in([*_PUSH_POP, *_START_END]))
-            add_count(self._other, "NVTX marks and others", frame.height - chosen.height)
-            ranges = chosen.select(
-                _START,
-                pl.when(pl.col("end") != NO_NUMBER).then(_DURATION).alias("duration_ns"),
-                _PROCESS,
-                pl.col("globalTid").alias("thread"),
-                self._names_of_ranges(chosen),
-                pl.col("eventType").is_in(_PUSH_POP).alias("nested"),
+        rows = Rows()
+        for recorded, lasted in self._timed(table, numbers, texts, RANGES):
+            piece, lasts = recorded, lasted
+            chosen = np.isin(piece.array("eventType"), [*_PUSH_POP, *_START_END])
+            if not chosen.all():
+                add_count(self._other, "NVTX marks and others", int((~chosen).sum()))
+                piece, lasts = piece.filter(chosen), lasts[chosen]
+            if not piece.height:
+                continue
+            end, kinds = piece.array("end"), piece.array("eventType")
+            rows.add(
+                piece,
+                {
+                    "start_ns": piece.columns["start"],
+                    "duration_ns": np.where(end == NO_NUMBER, NO_NUMBER, lasts) if end.min() == NO_NUMBER else lasts,
+                    "process": piece.columns["globalTid"] & _OF_PROCESS,
+                    "thread": piece.columns["globalTid"],
+                    "name": self._names_of_ranges(piece),
+                    "nested": np.isin(kinds, _PUSH_POP),
+                },
             )
-            for part, rows in zip(parts, operators_apart(ranges), strict=True):
-                if rows.height:
-                    part.append(_Part(rows))
-        return _together(parts[0], RANGE_SCHEMA), _together(parts[1], OPERATOR_SCHEMA)
+        return operators_apart(self._frame(rows, RANGE_SCHEMA))
 
-    def _names_of_ranges(self, frame: pl.DataFrame) -> pl.Series:
-        name = pl.Series("name", [""], dtype=pl.Categorical()).new_from_index(0, frame.height)
-        if "text" in frame.columns:
-            name = _decoded(frame["text"]).alias("name").cast(pl.Categorical())
-        if "textId" not in frame.columns or not (unsaid := (name == "") & (frame["textId"] != NO_NUMBER)).any():
+    def _names_of_ranges(self, piece: Piece) -> Array:
+        empty_name = self._names.empty
+        name = piece.array("text") if "text" in piece.columns else np.full(piece.height, empty_name)
+        if "textId" not in piece.columns:
             return name
-        registered = self._looked_up(frame, "textId", RANGES, wanted=name == "").cast(pl.Categorical())
-        return pl.select(pl.when(unsaid).then(registered).otherwise(name).alias("name")).to_series()
+        ids = piece.array("textId")
+        unsaid = self._names.are_empty(name) & (ids != NO_NUMBER) if ids.max() != NO_NUMBER else np.zeros(1, bool)
+        if not unsaid.any():
+            return name
+        return np.where(unsaid, self._looked_up(ids, RANGES, wanted=unsaid), name)
 
     def _devices(self) -> dict[int, str]:
         table = "TARGET_INFO_GPU"
@@ -792,7 +637,7 @@ class _Reader:
             return {}
         numbers = [name for name in ("cuDevice", "id") if self._has(table, name)][:1]
         frame = self._whole(table, numbers, ["name"])
-        names = _decoded(frame["name"]).to_list()
+        names = frame["name"].to_list()
         devices = dict(zip(frame[numbers[0]].to_list() if numbers else range(len(names)), names, strict=True))
         return {number: name for number, name in devices.items() if number != NO_NUMBER}
 
@@ -801,14 +646,14 @@ class _Reader:
         if not self._has("DIAGNOSTIC_EVENT", "severity", "text"):
             return ()
         frame = self._whole("DIAGNOSTIC_EVENT", ["severity"], ["text"])
-        grave = _decoded(frame.filter(pl.col("severity").is_in(_GRAVE))["text"]).to_list()
+        grave = frame.filter(pl.col("severity").is_in(_GRAVE))["text"].to_list()
         return tuple(dict.fromkeys(" ".join(printable(text).split())[:_LONGEST_REMARK] for text in grave if text))
 
     def _metadata(self, table: str) -> dict[str, str]:
         if not self._has(table, "name", "value"):
             return {}
         frame = self._whole(table, [], ["name", "value"])
-        return dict(zip(_decoded(frame["name"]).to_list(), _decoded(frame["value"]).to_list(), strict=True))
+        return dict(zip(frame["name"].to_list(), frame["value"].to_list(), strict=True))
 
     def _recorder(self) -> str | None:
         for table in ("META_DATA_CAPTURE", "META_DATA_EXPORT"):
@@ -819,49 +664,10 @@ class _Reader:
         return None
 
 
-def _decoded(column: pl.Series) -> pl.Series:
-    """A column of bytes as text; bytes that are not UTF-8 become replacement characters. A value is decoded once."""
-    with contextlib.suppress(pl.exceptions.PolarsError):  # nearly all names are UTF-8
-        return column.cast(pl.String)
-    distinct = column.unique()
-    texts = pl.Series([utf8(value) for value in distinct.to_list()], dtype=pl.String)
-    return column.replace_strict(distinct, texts, return_dtype=pl.String).alias(column.name)
-
-
-class _Part:
-    """Some rows of a table, column by column. A column of one value is held as that value."""
-
-    def __init__(self, frame: pl.DataFrame) -> None:
-        self.height = frame.height
-        self.columns: dict[str, pl.Series] = {}
-        for column in frame.get_columns():
-            ends = (column.min(), column.max()) if column.name in _OFTEN_ONE and not column.has_nulls() else (0, 1)
-            one = ends[0] == ends[1] or column.null_count() == frame.height
-            self.columns[column.name] = column.gather([0]) if one else column
-
-
-def _together(parts: list[_Part], schema: pl.Schema) -> pl.DataFrame:
-    """The rows of all parts, which are emptied: a column is held twice only while it is put together.
-
-    Columns of one value are held as that value: of a million rows, each saves 8 MB.
-    """
-    rows = pl.DataFrame(height=sum(part.height for part in parts))
-    constants: list[pl.Expr] = []
-    for name, dtype in schema.items():
-        nothing = pl.Series(name, [None], dtype=dtype)
-        pieces = [part.columns.pop(name, nothing) for part in parts]
-        values = pl.concat([nothing.clear(), *(piece for piece in pieces if len(piece) == 1)]).unique()
-        if len(values) == 1 and all(len(piece) == 1 for piece in pieces):
-            constants.append(pl.lit(values.item(), dtype).alias(name))
-            continue
-        whole = (
-            piece if len(piece) == part.height else piece.new_from_index(0, part.height)
-            for part, piece in zip(parts, pieces, strict=True)
-        )
-        rows = rows.with_columns(pl.concat([nothing.clear(), *whole], rechunk=True))
-    if give_back := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone, which keeps what ADBC freed
-        give_back(0)
-    return rows.with_columns(constants).select(schema.names())
+def _details_of(rows: Rows) -> tuple[int, pl.DataFrame]:
+    """How many rows these are, and the columns of DETAIL_SCHEMA that the export says of them."""
+    columns = {name: pl.Series(np.broadcast_to(rows.pop(name), rows.height)) for name in DETAILS if rows.has(name)}
+    return rows.height, pl.DataFrame(detail_columns(pl.DataFrame(columns)))
 
 
 def _closed(ranges: pl.DataFrame, last_ns: int) -> pl.DataFrame:
@@ -872,10 +678,11 @@ def _closed(ranges: pl.DataFrame, last_ns: int) -> pl.DataFrame:
     return ranges.with_columns(pl.col("duration_ns").fill_null(last - pl.col("start_ns")).clip(lower_bound=0))
 
 
-def _number_of(frame: pl.DataFrame, column: str) -> pl.Series:
-    """The numbers of a column, null where there are none."""
-    numbers = frame[column]
-    return numbers.set(numbers == NO_NUMBER, None) if _bounds(numbers)[0] <= NO_NUMBER else numbers
+def _number_or(numbers: Column, default: int) -> Column:
+    """The numbers of a column, the default where there are none."""
+    if isinstance(numbers, int):
+        return default if numbers == NO_NUMBER else numbers
+    return np.where(numbers == NO_NUMBER, default, numbers) if numbers.min() == NO_NUMBER else numbers
 
 
 def _bounds(numbers: pl.Series) -> tuple[int, int]:
@@ -883,6 +690,7 @@ def _bounds(numbers: pl.Series) -> tuple[int, int]:
     return cast("int", numbers.min() or 0), cast("int", numbers.max() or 0)
 
 
-_START = pl.col("start").alias("start_ns")
-_DURATION = (pl.col("end") - pl.col("start")).clip(lower_bound=0).alias("duration_ns")
-_PROCESS = (pl.col("globalTid") & -(2**24)).alias("process")
+_NONE = -1
+"""The number of no name."""
+_OF_PROCESS = -(2**24)
+"""The bits of a thread's number that are its process's."""

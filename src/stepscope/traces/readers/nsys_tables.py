@@ -1,0 +1,584 @@
+"""The tables of an nsys export: an SQLite file, or a folder of parquet files, read piece by piece into columns.
+
+Which tables and columns exist differs between versions of nsys. An SQLite file is opened read-only and never locked.
+The pages of its large tables are decoded here, in a quarter of the time that SQLite takes:
+https://www.sqlite.org/fileformat.html says what a page holds. Only what nearly all rows are is decoded: numbers and
+short texts in a table without a key of its own. SQLite reads the rest.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
+
+import adbc_driver_sqlite.dbapi
+import numpy as np
+import polars as pl
+
+from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.files import check_no_pointer
+
+Array = np.ndarray[Any, Any]
+Column = Array | int
+
+NO_NUMBER = 1 - 2**63
+"""Stands for null while numbers are read; no clock, thread or id comes near."""
+BATCH_ROWS = 1 << 18
+"""The most raw rows of an export that are held at once: they take several times the memory of what is kept."""
+_LEAST_ROW_BYTES = 16
+"""A row of two times, an id and a name takes more bytes than this in an export."""
+_BROKEN_PARQUET = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
+"""Damage that polars does not foresee makes it panic."""
+
+
+_KNOWN = (
+    "start", "end", "globalTid", "globalPid", "correlationId", "nameId", "deviceId", "streamId", "graphNodeId",
+    "graphId", "demangledName", "shortName", "mangledName", "copyKind", "bytes", "srcKind", "dstKind", "gridX",
+    "gridY", "gridZ", "blockX", "blockY", "blockZ", "registersPerThread", "eventType", "text", "textId", "id",
+    "value", "name", "cuDevice", "severity",
+)  # fmt: skip
+_SPELLED = {name.casefold(): name for name in _KNOWN}
+"""Columns that readers ask for. Tools that write exports anew spell tables and columns in other cases."""
+
+
+class Tables(Protocol):
+    """Where the tables of an export lie. Their names and those of their columns count whatever their case."""
+
+    path: Path
+
+    def columns(self, table: str) -> tuple[str, ...]: ...
+
+    def is_text(self, table: str, column: str) -> bool:
+        """Whether a column holds texts themselves, where other exports hold their ids."""
+        ...
+
+    def pieces(self, table: str, numbers: list[str], texts: list[str], names: "Names") -> "Iterator[Piece]":
+        """All rows. Numbers with NO_NUMBER for null, texts by their number among `names`."""
+        ...
+
+    def frames(
+        self, table: str, numbers: list[str], texts: list[str], after: int | None = None
+    ) -> Iterator[pl.DataFrame]:
+        """All rows, or those of an SQLite file after this rowid. Numbers with NO_NUMBER for null; texts as categories,
+        empty for null."""
+        ...
+
+
+@dataclass
+class Piece:
+    """Some rows of a table. A column of one value is held as that value. `expected`: rows of the whole table, about."""
+
+    height: int
+    columns: dict[str, Column]
+    expected: int = 0
+
+    def array(self, column: str) -> Array:
+        return np.broadcast_to(self.columns[column], self.height)
+
+    def filter(self, mask: Array) -> "Piece":
+        """The rows for which this holds."""
+        columns = {name: one if isinstance(one, int) else one[mask] for name, one in self.columns.items()}
+        return Piece(int(mask.sum()), columns, self.expected)
+
+
+class Names:
+    """Names, numbered as they come. A name may have several numbers."""
+
+    def __init__(self) -> None:
+        self._all = pl.Series("name", dtype=pl.Categorical())
+        self.empty = self.add(pl.Series([""], dtype=pl.Categorical()))
+
+    def add(self, names: pl.Series) -> int:
+        """The number of the first of these; the others follow it."""
+        self._all = pl.concat([self._all, names.alias("name")])
+        return len(self._all) - len(names)
+
+    def made(self, ids: Array, name: Callable[[int], str]) -> Array:
+        """The number of each id's name."""
+        different, at = np.unique(ids, return_inverse=True)
+        return self.add(pl.Series([name(one) for one in different.tolist()], dtype=pl.Categorical())) + at
+
+    def of(self, names: pl.Series) -> Array:
+        """The number of each of these."""
+        _, first, at = np.unique(names.to_physical().to_numpy(), return_index=True, return_inverse=True)
+        return self.add(names.gather(first)) + at
+
+    def are_empty(self, numbers: Array) -> Array:
+        """Whether each is the number of a name without characters."""
+        return (self._all == "").fill_null(True).to_numpy()[numbers]
+
+    def named(self, numbers: Array) -> pl.Series:
+        """The names with these numbers."""
+        return self._all.gather(pl.Series(numbers))
+
+
+def piece_of(frame: pl.DataFrame, names: Names) -> Piece:
+    """The rows of a frame of numbers and names."""
+    columns: dict[str, Column] = {
+        column.name: names.of(column) if column.dtype == pl.Categorical else column.to_numpy()
+        for column in frame.get_columns()
+    }
+    return Piece(frame.height, columns, frame.height)
+
+
+_NARROW = {"name": np.uint32, "kind": np.uint8, "nested": np.bool_}
+
+
+class Rows:
+    """Columns that grow piece by piece. One of a single value is held as that value."""
+
+    def __init__(self) -> None:
+        self.height = 0
+        self._columns = dict[str, Column]()
+
+    def add(self, piece: Piece, columns: dict[str, Column]) -> None:
+        """Add columns of a piece, the same of each."""
+        height, expected = piece.height, self.height + piece.expected
+        for name, column in columns.items():
+            dtype = _NARROW.get(name, np.int64)
+            held = self._columns.setdefault(name, column if isinstance(column, int) else int(column[0]))
+            if isinstance(held, int):
+                if isinstance(column, int):
+                    one = column == held
+                else:
+                    one = column[0] == held == column[-1] and bool((column == held).all())
+                if one:
+                    continue
+                kept = np.full(self.height, held, dtype)
+                held = self._columns[name] = kept
+            after = self.height + height
+            if len(held) < after:
+                larger = np.empty(max(after, expected + expected // 8, 2 * self.height), dtype)
+                larger[: self.height] = held[: self.height]
+                held = self._columns[name] = larger
+            held[self.height : after] = column
+        self.height += height
+
+    def cut(self, height: int) -> None:
+        """Forget all rows after the first so many."""
+        self.height = height
+
+    def has(self, name: str) -> bool:
+        return name in self._columns
+
+    def pop(self, name: str) -> Column:
+        """A column, which is not held any more: NO_NUMBER where there is none."""
+        column = self._columns.pop(name, NO_NUMBER)
+        return column if isinstance(column, int) else column[: self.height]
+
+
+class SqliteTables:
+    """The tables of an SQLite export."""
+
+    def __init__(self, path: Path, named: Path | None = None) -> None:
+        """`named`: what messages name, where it is not the file itself."""
+        self.path, self._path = named or path, path
+        for ending in ("-wal", "-journal"):
+            beside = path.with_name(path.name + ending)
+            if beside.exists() and beside.stat().st_size:  # it holds rows that a reader who locks nothing cannot see
+                raise InputError(
+                    f"{path}: {beside.name} lies beside it, so it is still being written, or its writer was "
+                    "interrupted: wait, or export it again"
+                )
+        self._check_whole(path)
+        self._bytes = path.stat().st_size
+        self._errors = adbc_driver_sqlite.dbapi.Error
+        self._uri = f"file:{quote(os.fsencode(path.resolve()))}?mode=ro&immutable=1"
+        # Its types say nothing of options and parameters.
+        self._connect: Callable[[str], Any] = adbc_driver_sqlite.dbapi.connect  # pyright: ignore[reportUnknownMemberType]
+        self._connection: Any = None
+        described = self._query(
+            "SELECT CAST(m.name AS BLOB) AS t, CAST(c.name AS BLOB) AS c, m.rootpage AS root, c.pk, c.hidden"
+            " FROM sqlite_master m, pragma_table_xinfo(m.name) c WHERE m.type = 'table' AND m.name NOT LIKE 'ENUM%'"
+        )
+        self._columns: dict[str, tuple[str, ...]] = {}
+        self._roots: dict[str, int] = {}
+        special = set[str]()
+        if described.height:
+            for table, column, root, key, hidden in described.iter_rows():
+                name = utf8(table).casefold()
+                self._roots[name] = root
+                if key or hidden:  # a key may stand for the rowid, and what is generated has no place in a row
+                    special.add(name)
+                if not hidden:
+                    self._columns[name] = (*self.columns(name), _spelled(utf8(column)))
+        self._roots = {name: root for name, root in self._roots.items() if name not in special}
+
+    def _check_whole(self, path: Path) -> None:
+        """SQLite itself misses a page only where it needs it: a table cut short can look like a small one."""
+        with path.open("rb") as file:
+            header = file.read(100)
+        page_bytes = int.from_bytes(header[16:18]) if header[16:18] != b"\x00\x01" else 1 << 16
+        stated = page_bytes * int.from_bytes(header[28:32])
+        # The number of pages counts only where the last writer knew of it: it then left the counter of changes twice.
+        if len(header) == 100 and header[24:28] == header[92:96] and path.stat().st_size < stated:
+            raise InputError(
+                f"{self.path}: {path.stat().st_size} bytes of {stated}: this database is truncated; copy or export it "
+                "again"
+            )
+
+    def columns(self, table: str) -> tuple[str, ...]:
+        return self._columns.get(table.casefold(), ())
+
+    def is_text(self, table: str, column: str) -> bool:
+        kind = self._query(f'SELECT typeof("{column}") AS t FROM "{table}" WHERE "{column}" IS NOT NULL LIMIT 1')
+        return bool(kind.height) and kind.item() == "text"
+
+    def pieces(self, table: str, numbers: list[str], texts: list[str], names: Names) -> Iterator[Piece]:
+        after = None
+        if root := self._roots.get(table.casefold()):
+            of_numbers, of_texts = ([self.columns(table).index(name) for name in some] for some in (numbers, texts))
+            try:
+                for piece, last in PlainTable(self._path, root, of_numbers, of_texts, names).pieces():
+                    named = {self.columns(table)[int(place)]: column for place, column in piece.columns.items()}
+                    yield Piece(piece.height, named, piece.expected)
+                    after = last
+            except NotPlainError:
+                pass
+            else:
+                return
+        for frame in self.frames(table, numbers, texts, after):
+            yield piece_of(frame, names)
+
+    def frames(
+        self, table: str, numbers: list[str], texts: list[str], after: int | None = None
+    ) -> Iterator[pl.DataFrame]:
+        # Each extreme alone is one step to an end of the table; both in one query are a walk through all of it.
+        extremes = f'(SELECT min(rowid) FROM "{table}") AS low, (SELECT max(rowid) FROM "{table}") AS high'
+        bounds = self._query(f"SELECT ifnull(low, 0) AS low, ifnull(high, -1) AS high FROM (SELECT {extremes})")
+        low, high = int(bounds.item(0, "low")), int(bounds.item(0, "high"))
+        low = low if after is None else after + 1
+        # Rows are numbered without gaps; a table where they are not is read at once, or most batches could be empty.
+        step = BATCH_ROWS if high - low <= self._bytes // _LEAST_ROW_BYTES else high - low + 1
+        for first in range(low, high + 1, step):
+            stretch = f"{first} AND {min(first + step - 1, high)}"
+            frame = self._rows(f'FROM "{table}" WHERE rowid BETWEEN {stretch}', numbers, texts)
+            if frame.height:
+                yield frame
+
+    def _rows(self, where: str, numbers: list[str], texts: list[str]) -> pl.DataFrame:
+        """The rows of one batch. What is a number in every row is taken as it stands: a cast of each takes longer."""
+        plain = [f'"{name}" AS "{name}"' for name in numbers]
+        bytes_of = [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
+        frame = None
+        with contextlib.suppress(InputError):  # a column of several types is one to ADBC, too, unless each is cast
+            frame = self._query(f"SELECT {', '.join([*plain, *bytes_of])} {where}")
+        if frame is None or any(frame[name].dtype != pl.Int64 for name in numbers):
+            cast_to = [f'CAST(ifnull("{name}", {NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
+            frame = self._query(f"SELECT {', '.join([*cast_to, *bytes_of])} {where}")
+        absent = [name for name in numbers if frame[name].null_count()]
+        return frame.with_columns(pl.col(absent).fill_null(NO_NUMBER), *(decoded(frame[name]) for name in texts))
+
+    def _query(self, query: str) -> pl.DataFrame:
+        """The answer, in one chunk."""
+        try:
+            self._connection = self._connection or self._connect(self._uri)
+            with self._connection.cursor() as cursor:
+                cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(BATCH_ROWS)})
+                cursor.execute(query)
+                return pl.DataFrame(cursor.fetch_arrow())
+        except (self._errors, pl.exceptions.PolarsError) as error:  # it reads on while polars takes the rows
+            reason = one_line(error)
+            raise InputError(f"{self.path}: cannot be read as an SQLite database: {reason}: export it again") from None
+
+
+class ParquetTables:
+    """The tables of a parquetdir export."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files = {file.stem.casefold(): file for file in path.glob("*.parquet")}
+
+    def columns(self, table: str) -> tuple[str, ...]:
+        if table.casefold() not in self._files:
+            return ()
+        try:
+            return tuple(self._schema(table))
+        except _BROKEN_PARQUET as error:
+            with self._files[table.casefold()].open("rb") as file:
+                check_no_pointer(self._files[table.casefold()], file.read(64))
+            raise InputError(f"{self._files[table.casefold()]}: cannot be read as parquet: {one_line(error)}") from None
+
+    def is_text(self, table: str, column: str) -> bool:
+        dtype = self._schema(table)[column]
+        return dtype == pl.String or dtype == pl.Binary  # noqa: PLR1714 - a type is equal, and not in
+
+    def _schema(self, table: str) -> dict[str, pl.DataType]:
+        with _panics_unheard():
+            schema = pl.read_parquet_schema(self._files[table.casefold()])
+        return {_spelled(name): dtype for name, dtype in schema.items()}
+
+    def pieces(self, table: str, numbers: list[str], texts: list[str], names: Names) -> Iterator[Piece]:
+        return (piece_of(frame, names) for frame in self.frames(table, numbers, texts) if frame.height)
+
+    def frames(
+        self, table: str, numbers: list[str], texts: list[str], after: int | None = None
+    ) -> Iterator[pl.DataFrame]:
+        try:
+            schema = self._schema(table)
+            scan = pl.scan_parquet(self._files[table.casefold()]).rename(_spelled)
+            scan = scan.select(
+                *(_integers(name, schema[name]).fill_null(NO_NUMBER) for name in numbers),
+                *(_bytes(name, schema[name]).fill_null(b"") for name in texts),
+            )
+            with _panics_unheard():
+                frame = scan.collect()
+            yield frame.with_columns(decoded(frame[name]) for name in texts)
+        except _BROKEN_PARQUET as error:
+            raise InputError(f"{self._files[table.casefold()]}: cannot be read: {one_line(error)}") from None
+
+
+@contextmanager
+def _panics_unheard() -> Generator[None]:
+    """Inside, what is written to stderr is lost: where polars panics, its threads write backtraces there."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # stderr is closed
+        yield
+        return
+    try:
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _spelled(column: str) -> str:
+    """A column's name as readers ask for it."""
+    return _SPELLED.get(column.casefold(), column)
+
+
+def _integers(name: str, dtype: pl.DataType) -> pl.Expr:
+    """The column as signed 64-bit integers, as SQLite holds them: ids of threads use all 64 bits."""
+    return pl.col(name).reinterpret(signed=True) if dtype == pl.UInt64 else pl.col(name).cast(pl.Int64)
+
+
+def _bytes(name: str, dtype: pl.DataType) -> pl.Expr:
+    return pl.col(name) if dtype == pl.Binary else pl.col(name).cast(pl.String).cast(pl.Binary)
+
+
+def utf8(value: bytes | str | None) -> str:
+    """Bytes decoded as UTF-8; invalid bytes become replacement characters."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else (value or "")
+
+
+# The pages of an SQLite file.
+
+
+_PAGES = 256
+"""Pages that are decoded at once: what is made of them fits into a processor's second cache."""
+_INTERIOR, _LEAF = 5, 13
+_DEEPEST, _VARINT_BYTES = 20, 9
+_SIZES = np.array([0, 1, 2, 3, 4, 6, 8, 8, 0, 0], np.int64)
+_SHIFTS = np.array([0, 56, 48, 40, 32, 16, 0, 0, 0, 0], np.int64)
+"""Bytes of a number by its serial type, and bits by which it stands too high in eight bytes. 8 and 9 are 0 and 1."""
+_NULL, _ZERO, _ONE, _FIRST_TEXT = 0, 8, 9, 12
+_MASKS = np.array([(1 << 8 * size) - 1 for size in range(9)], np.uint64)
+_MIX, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
+
+
+class NotPlainError(StepscopeError):
+    """These rows are not all numbers and short texts, or the file is damaged."""
+
+
+def _need(holds: object) -> None:
+    if not holds:
+        raise NotPlainError
+
+
+class PlainTable:
+    """A table of an SQLite file."""
+
+    def __init__(self, path: Path, root: int, numbers: list[int], texts: list[int], names: Names) -> None:
+        """`numbers`, `texts`: the places of the columns that are wanted."""
+        self._path, self._root, self._numbers = path, root, numbers
+        self._last = max([*numbers, *texts])
+        self._texts = {place: _Texts(names) for place in texts}
+
+    def pieces(self) -> Iterator[tuple[Piece, int]]:
+        """All rows, the columns in the order of the table, and each piece's last rowid."""
+        with self._path.open("rb", buffering=0) as file:
+            head = file.read(100)
+            self._page = int.from_bytes(head[16:18]) if head[16:18] != b"\x00\x01" else 1 << 16
+            self._usable = self._page - head[20]
+            _need(head[56:60] == b"\x00\x00\x00\x01" or not self._texts)  # texts in UTF-8
+            leaves = self._leaves(file.fileno(), os.fstat(file.fileno()).st_size // self._page)
+            # Behind the pages is room to look beyond the last.
+            buffer = np.zeros((_PAGES + 1) * self._page + 8 * _VARINT_BYTES, np.uint8)
+            for first in range(0, len(leaves), _PAGES):
+                some = leaves[first : first + _PAGES]
+                self._read(file.fileno(), some, buffer)
+                try:
+                    piece, rowid = self._decoded(buffer, len(some))
+                except IndexError:  # a place outside of all pages
+                    raise NotPlainError from None
+                piece.expected = piece.height * len(leaves) // len(some)
+                yield piece, rowid
+
+    def _leaves(self, file: int, pages: int) -> Array:
+        """The numbers of the table's leaves, in the order of rows."""
+        level = np.array([self._root], np.int64)
+        for _ in range(_DEEPEST):
+            _need(level.min() > 0 and level.max() <= pages and len(level) <= pages)
+            if os.pread(file, 1, (int(level[0]) - 1) * self._page) == bytes([_LEAF]):
+                return level
+            below: list[Array] = []
+            for number in level.tolist():
+                page = np.frombuffer(os.pread(file, self._page, (number - 1) * self._page), np.uint8)
+                _need(number > 1 and len(page) == self._page and page[0] == _INTERIOR)
+                cells = int(page[3]) << 8 | int(page[4])
+                _need(12 + 2 * cells <= self._usable)
+                at = page[12 : 12 + 2 * cells].view(">u2").astype(np.int64)
+                _need(not cells or at.max() + 4 <= self._usable)
+                at = np.append(at, 8)  # the last child stands in the page's head
+                below.append(sum(page[at + byte].astype(np.int64) << 24 - 8 * byte for byte in range(4)))  # type: ignore[arg-type]
+            level = np.concatenate(below)
+        raise NotPlainError
+
+    def _read(self, file: int, pages: Array, buffer: Array) -> None:
+        """Put these pages into the buffer, one after the other."""
+        bounds = [0, *(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
+        for first, last in pairwise(bounds):
+            wanted = memoryview(buffer.data)[first * self._page : last * self._page]
+            _need(os.preadv(file, [wanted], (int(pages[first]) - 1) * self._page) == len(wanted))
+
+    def _decoded(self, buffer: Array, pages: int) -> tuple[Piece, int]:
+        """The rows of these leaves, and the last rowid."""
+        base = np.arange(pages, dtype=np.int64) * self._page
+        _need((buffer[base] == _LEAF).all())
+        cells = buffer[base + 3].astype(np.int64) << 8 | buffer[base + 4]
+        _need(8 + 2 * int(cells.max()) <= self._usable and cells.min() > 0)
+        height = int(cells.sum())
+        page = np.repeat(base, cells)
+        pointer = page + 8 + 2 * (np.arange(height, dtype=np.int64) - np.repeat(np.cumsum(cells) - cells, cells))
+        row = page + (buffer[pointer].astype(np.int64) << 8 | buffer[pointer + 1])
+        end = page + self._usable
+        _need((row < end).all())
+        size, row = _varints(buffer, row)
+        _need(size.max() <= self._usable - 35)  # more overflows to other pages
+        last = int(row[-1])
+        row = _varints(buffer, row)[1]
+        _need((row + size <= end).all())
+        head = buffer[row]
+        _need(head.max() < 128 and (head <= size).all())
+        columns, kind_at, body = self._columns_at(buffer, row + 1, row + head)
+        _need((kind_at <= row + head).all() and (body <= row + size).all())
+        return Piece(height, columns), _rowid(buffer[last : last + _VARINT_BYTES].tolist())
+
+    def _columns_at(self, buffer: Array, kind_at: Array, body: Array) -> tuple[dict[str, Column], Array, Array]:
+        """The wanted columns of rows whose serial types and values begin there, and where the rest begins."""
+        columns: dict[str, Column] = {}
+        eight = np.ndarray((len(buffer) - 7,), ">i8", buffer.data, strides=(1,))
+        for place in range(self._last + 1):
+            kind: Array = buffer[kind_at]
+            low, high = int(kind.min()), int(kind.max())
+            kind_at = kind_at + 1
+            if high >= 128:  # a long text: its type takes two bytes
+                long, second = kind >= 128, buffer[kind_at]
+                _need(not (long & (second >= 128)).any())
+                kind = np.where(long, (kind.astype(np.int64) & 127) << 7 | second, kind)
+                kind_at = kind_at + long
+                low, high = int(kind.min()), int(kind.max())
+            _need(not ((kind == 10) | (kind == 11)).any() if high >= 10 else True)
+            if high < _FIRST_TEXT:
+                sizes: Array | int = int(_SIZES[low]) if low == high else _SIZES[kind]
+            else:
+                sizes = np.where(kind >= _FIRST_TEXT, (kind.astype(np.int64) - 12) >> 1, _SIZES[np.minimum(kind, 9)])
+            if place in self._texts:
+                _need(((kind == _NULL) | (kind >= _FIRST_TEXT)).all())
+                columns[str(place)] = self._texts[place].codes(buffer, body, np.broadcast_to(sizes, body.shape))
+            elif place in self._numbers:
+                _need(high < 10 and not ((kind == 7).any() if low <= 7 <= high else False))
+                columns[str(place)] = self._values(eight, body, kind, low, high)
+            body = body + sizes
+        return columns, kind_at, body
+
+    @staticmethod
+    def _values(eight: Array, body: Array, kind: Array, low: int, high: int) -> Column:
+        if low == high and not 0 < low < _ZERO:
+            return {_NULL: NO_NUMBER, _ZERO: 0, _ONE: 1}[low]
+        values = eight[body].astype(np.int64)
+        if low == high:
+            return values >> int(_SHIFTS[low])
+        values >>= _SHIFTS[kind]
+        for known, value in ((_NULL, NO_NUMBER), (_ZERO, 0), (_ONE, 1)):
+            if low <= known <= high:
+                values[kind == known] = value
+        return values
+
+
+class _Texts:
+    """The different texts of a column, with their numbers. They are told apart by 64 bits made of all their bytes."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._keys, self._codes = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+
+    def codes(self, buffer: Array, begin: Array, size: Array) -> Array:
+        """The number of each text."""
+        words = np.ndarray((len(buffer) - 7,), "<u8", buffer.data, strides=(1,))
+        keys = size.astype(np.uint64) * _MIX
+        for at in range(0, int(size.max()), 8):
+            some = np.flatnonzero(size > at)
+            mixed = (keys[some] ^ words[begin[some] + at] & _MASKS[np.minimum(size[some] - at, 8)]) * _MIX
+            keys[some] = mixed ^ mixed >> _HALF
+        place, known = self._known(keys)
+        if not known.all():
+            fresh, first = np.unique(keys[~known], return_index=True)
+            at = np.flatnonzero(~known)[first]
+            bounds = zip(begin[at].tolist(), (begin + size)[at].tolist(), strict=True)
+            data = buffer.data
+            names = decoded(pl.Series([bytes(data[low:high]) for low, high in bounds], dtype=pl.Binary))
+            codes = self._names.add(names) + np.arange(len(fresh))
+            keys_known, codes_known = np.append(self._keys, fresh), np.append(self._codes, codes)
+            order = np.argsort(keys_known)
+            self._keys, self._codes = keys_known[order], codes_known[order]
+            place, _ = self._known(keys)
+        return self._codes[place]
+
+    def _known(self, keys: Array) -> tuple[Array, Array]:
+        """Where each key stands among those that are known, and whether it is one of them."""
+        if not len(self._keys):
+            return np.zeros(len(keys), np.int64), np.zeros(len(keys), bool)
+        at = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return at, self._keys[at] == keys
+
+
+def _varints(buffer: Array, at: Array) -> tuple[Array, Array]:
+    """The numbers of variable length that begin there, and where each ends."""
+    byte = buffer[at]
+    value, at = byte.astype(np.int64) & 127, at + 1
+    goes_on = byte >= 128
+    for _ in range(_VARINT_BYTES - 1):
+        if not goes_on.any():
+            return value, at
+        byte = buffer[at]
+        value = np.where(goes_on, value << 7 | byte & 127, value)
+        at = at + goes_on
+        goes_on &= byte >= 128
+    raise NotPlainError
+
+
+def _rowid(data: list[int]) -> int:
+    value = 0
+    for byte in data[:-1]:
+        value = value << 7 | byte & 127
+        if byte < 128:
+            return value
+    raise NotPlainError  # a negative one, as the last of a table
+
+
+def decoded(column: pl.Series) -> pl.Series:
+    """A column of bytes as categories; bytes that are not UTF-8 become replacement characters."""
+    try:
+        return column.cast(pl.String).cast(pl.Categorical())
+    except pl.exceptions.PolarsError:
+        texts = [value.decode("utf-8", "replace") for value in column.to_list()]
+        return pl.Series(column.name, texts, dtype=pl.Categorical())
