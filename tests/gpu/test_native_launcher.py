@@ -3,6 +3,7 @@
 import gc
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -171,6 +172,9 @@ def test_no_memory_stays():
     before = torch.cuda.memory_allocated()
     for _ in range(20):
         results(inputs, gradient, causal=True)
+    ends = time.monotonic() + 5  # autograd's thread drops what a backward held a moment after the call has returned
+    while torch.cuda.memory_allocated() != before and time.monotonic() < ends:
+        time.sleep(0.01)
     assert torch.cuda.memory_allocated() == before
 
 

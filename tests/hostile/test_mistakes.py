@@ -967,6 +967,17 @@ def test_27_checkpointing_that_runs_other_blocks_again(monkeypatch: pytest.Monke
     assert kinds(run) == ({"checkpointing-mismatch": "error"} if wrong else {})
 
 
+@pytest.mark.parametrize(("done", "wrong"), [("nested-2", False), ("every-1", True)])
+def test_27_calls_that_hold_calls_run_blocks_again_more_than_once(
+    monkeypatch: pytest.MonkeyPatch, done: str, wrong: bool
+):
+    asked = mini(checkpointing="nested-2", layers=4)  # six runs of a block: each call of two runs its first twice
+    monkeypatch.setattr(
+        training_step, "block_runner", lambda _: block_runner(msgspec.structs.replace(asked, checkpointing=done))
+    )
+    assert kinds(observed(TrainingStep(asked, CPU))) == ({"checkpointing-mismatch": "error"} if wrong else {})
+
+
 @pytest.mark.parametrize("checkpointing", ["attention", "selective-1"])
 @pytest.mark.parametrize("done", ["none", "attention", "selective-1"])
 def test_27_checkpointing_that_keeps_attention_runs_each_block_again(

@@ -14,9 +14,12 @@ from typing import Any, get_args
 import msgspec
 import polars as pl
 import pytest
-import vl_convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+pytest.importorskip("vl_convert")
+
+import vl_convert
 
 from stepscope.allocations.at_moment import panel_of, thin
 from stepscope.allocations.prediction.answer import Comparison, accuracy_of, accuracy_panels

@@ -20,7 +20,6 @@ from stepscope.core.units import GIB, MIB
 from stepscope.engine.sweep import cells_that_will_not_fit, memory_of
 from stepscope.engine.sweep_plan import Cell, SweepPlan
 from stepscope.rendering.picture import draw_answer
-from stepscope.rendering.plots import save_plot
 from tests.command import stepscope
 from tests.conftest import workload
 from tests.shown import check_golden
@@ -343,6 +342,9 @@ def test_a_wrong_verdict_and_a_wrong_peak_are_said():
 
 def test_the_plots_in_the_documents_are_drawn_from_the_runs(tmp_path: Path):
     """To the byte: a plot changes when its figures do."""
+    pytest.importorskip("vl_convert")
+    from stepscope.rendering.plots import save_plot
+
     save_plot(draw_answer(answer_accuracy(judged())), tmp_path / "accuracy.svg")
     assert (tmp_path / "accuracy.svg").read_bytes() == (ROOT / "docs" / "memory-accuracy.svg").read_bytes()
     done = stepscope(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from stepscope.core.answer import Finding, error, note, warning
+from stepscope.core.checkpointing import spans_of
 from stepscope.core.errors import printable
 from stepscope.core.evidence import KernelTotal, ProfiledStep
 from stepscope.core.parts import ATTENTIONS, AUTO, PARTS, Part, calls_in_forward, is_users
@@ -513,7 +514,10 @@ def micro_batches_mismatch(run: Run) -> Iterator[Finding]:
                 "backward_passes": observation.backward_passes,
             },
         )
-    blocks = workload.layers * micro_batches if workload.checkpointing != "none" else 0
+    blocks = 0
+    if workload.checkpointing != "none":
+        spans = spans_of(workload.checkpointing, workload.layers)
+        blocks = micro_batches * sum(span.blocks if span.calls is None else span.runs_again[0] for span in spans)
     if workload.layers and observation.blocks_again not in (blocks, None):
         yield error(
             "checkpointing-mismatch",
