@@ -246,7 +246,7 @@ def test_hopper_kernels_take_limits_of_self_attention_alone(monkeypatch: pytest.
     both = tiles(16, 16, 4, 1)
     backward = BackwardConfiguration(keys=both, queries=both, hopper=HopperBackward())
     statistics = flash_launch.statistics_for(q, backward)
-    sloped = flash_launch.sums_for(backward, statistics, q, q, q, q, causal=True, limited=False, biased=True)
+    sloped = flash_launch.sums_for(backward, statistics, q, q, q, q, causal=True, limited=False, in_triton=True)
     assert sloped is None
 
 

@@ -19,7 +19,7 @@ from stepscope.training.attention.gate import (
     long_limited_shapes,
     scored_shapes,
 )
-from stepscope.training.attention.written_out import reference
+from stepscope.training.attention.written_out import dropout_numbers, reference
 from tests.conftest import in_the_interpreter_at_length
 from tests.kernels.test_flash_attention import (
     DEVICE,
@@ -30,12 +30,14 @@ from tests.kernels.test_flash_attention import (
 
 pytestmark = pytest.mark.slow
 ALL = scored_shapes()
-SMALL = {"softcap": ALL[0], "sinks": ALL[2], "slopes": ALL[5], "bias": ALL[9]}
+SMALL = {"softcap": ALL[0], "sinks": ALL[2], "slopes": ALL[5], "bias": ALL[9], "dropout": ALL[-1]}
 # For Triton's interpreter, whose tiles have 16 and 32 positions.
 SMALLER = (
-    msgspec.structs.replace(ALL[7], batch=1, heads=2, key_heads=1, queries=50, keys=34, window=10, bias="by distance"),
     msgspec.structs.replace(
-        ALL[8], batch=1, heads=2, key_heads=1, queries=34, keys=34, documents=(1, 20, 13), bias="of heads"
+        ALL[7], batch=1, heads=2, key_heads=1, queries=50, keys=34, window=10, bias="by distance", dropout=0.3
+    ),
+    msgspec.structs.replace(
+        ALL[8], batch=1, heads=2, key_heads=1, queries=34, keys=34, documents=(1, 20, 13), bias="of heads", dropout=0.1
     ),
 )
 
@@ -77,6 +79,8 @@ def test_the_kernels_of_long_sequences_pass_the_gate(part: int):
         ("slopes", lambda given: {"slopes": given["slopes"].detach()}),
         ("bias", lambda given: {"bias": given["bias"].roll(1, -1)}),
         ("bias", lambda given: {"bias": given["bias"].detach()}),
+        ("dropout", lambda given: {"seeds": given["seeds"] + torch.tensor([0, 1], device=DEVICE)}),
+        ("dropout", lambda given: {"dropout": given["dropout"] + 0.01}),
     ],
 )
 def test_the_gate_sees_a_mistake(kind: str, mistake: Any):
@@ -111,6 +115,55 @@ def test_a_bias_by_hand():
     assert torch.allclose(gradient, torch.tensor([[-12.0, 12.0, 0.0]], device=DEVICE))
 
 
+def test_philox_has_the_numbers_that_its_authors_publish():
+    """Random123's known answer of philox4x32 in seven rounds, of a counter and a key of zeros, by halves of words."""
+    drawn = dropout_numbers(torch.Size((1, 1, 1, 8)), torch.zeros(2, dtype=torch.int64)).flatten().tolist()
+    assert [low | high << 16 for low, high in zip(drawn[::2], drawn[1::2], strict=True)] == [
+        0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48,
+    ]  # fmt: skip
+
+
+def test_dropout_keeps_its_rate_and_the_mean():
+    """Where all scores and all values are alike, the output is the share of kept weights over the probability."""
+    q, v = torch.zeros(1, 2, 32, 16, device=DEVICE), torch.ones(1, 2, 128, 16, device=DEVICE)
+    torch.manual_seed(0)
+    first, second = (flash_attention(q, v, v, causal=False, dropout=0.3)[..., 0] for _ in range(2))
+    assert not torch.equal(first, second)  # each call draws seeds of its own, from PyTorch's generator
+    torch.manual_seed(0)
+    assert torch.equal(flash_attention(q, v, v, causal=False, dropout=0.3)[..., 0], first)
+    deviation = (0.3 / 0.7 / (2 * 32 * 128)) ** 0.5
+    assert float(first.mean()) == pytest.approx(1, abs=4 * deviation)
+
+
+@pytest.mark.gpu
+def test_each_replay_of_a_graph_draws_anew():
+    q, k, v, gradient = (each.bfloat16() for each in inputs(q_shape=(1, 2, 100, 64)))
+    leaf = v.requires_grad_()
+
+    def both() -> tuple[Tensor, Tensor]:
+        out = flash_attention(q, k, leaf, causal=True, dropout=0.5)
+        return out.detach(), torch.autograd.grad(out, leaf, gradient)[0]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        both()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    replays: list[list[Tensor]] = []
+    for _ in range(2):
+        graph.replay()
+        replays.append([each.clone() for each in found])
+    for (out, of_v), other in zip(replays, reversed(replays), strict=True):
+        assert not torch.equal(out, other[0])
+        # out is linear in v, with the same weights in backward.
+        pairs = (out.double() * gradient.double()).sum(), (of_v.double() * v.detach().double()).sum()
+        assert float(pairs[0]) == pytest.approx(
+            float(pairs[1]), abs=0.02 * float(out.double().norm() * gradient.double().norm())
+        )
+
+
 def test_a_transformation_of_each_head_or_sample():
     q, k, v, gradient = inputs(q_shape=(1, 2, 20, 16))
     sinks = torch.tensor([0.5, -1.0], device=DEVICE)
@@ -123,16 +176,16 @@ def test_a_transformation_of_each_head_or_sample():
     many = torch.stack([q, 2 * q])
     mapped = torch.func.vmap(lambda q: flash_attention(q, k, v, causal=True, softcap=3.0))(many)
     assert torch.allclose(mapped[1], reference(2 * q, k, v, causal=True, softcap=3.0), atol=1e-5)
-    with pytest.raises(InputError, match="vmap takes no sinks, slopes or bias"):
+    with pytest.raises(InputError, match="vmap takes no sinks, slopes, bias or dropout"):
         torch.func.vmap(lambda q: flash_attention(q, k, v, causal=True, sinks=sinks))(many)
 
 
 def test_the_operator_with_sinks_is_sound():
-    leaves = [t.detach().requires_grad_() for t in inputs(q_shape=(1, 2, 20, 16))[:3]]
+    leaves = [t.detach().requires_grad_() for t in inputs(q_shape=(1, 2, 10, 16))[:3]]
     sinks = torch.zeros(2, device=DEVICE, requires_grad=True)
     slopes = torch.tensor([0.25, 0.5], device=DEVICE, requires_grad=True)
-    bias = torch.zeros(2, 39, device=DEVICE, requires_grad=True)
-    arguments = (*leaves, True, 0.25, None, None, 5.0, sinks, slopes, bias)
+    bias = torch.zeros(2, 19, device=DEVICE, requires_grad=True)
+    arguments = (*leaves, True, 0.25, None, None, 5.0, sinks, slopes, bias, 0.5, torch.tensor([1, 2], device=DEVICE))
     torch.library.opcheck(torch.ops.stepscope.flash_attention_forward.default, arguments)
 
 
@@ -144,6 +197,8 @@ def test_what_cannot_be_done_to_scores_is_one_clear_error():
         ({"sinks": torch.ones(3, device=DEVICE)}, r"takes sinks \(2,\) in fp32 .*, not \(3,\) in float32"),
         ({"slopes": two.double()}, r"takes slopes \(2,\) in fp32 .* in float64"),
         ({"bias": torch.ones(2, 8, device=DEVICE)}, r"here \(2, 15\) or \(2, 8, 8\), not \(2, 8\)"),
+        ({"dropout": 1.0}, "a dropout of 0 or more and below 1, not 1"),
+        ({"dropout": 0.5, "seeds": two}, r"takes seeds \(2,\) in int64 on .*, not \(2,\) in float32"),
         ({"bias": torch.ones(2, 15, device=DEVICE).half()}, "takes a bias in fp32, or in the queries' dtype"),
     )
     for wrong, words in cases:
@@ -155,4 +210,4 @@ def test_an_attention_without_them_says_so():
     report = check_attention_implementation(
         "sdpa", device=torch.device(DEVICE), dtypes=("fp32",), shapes=[msgspec.structs.replace(ALL[2], batch=1)]
     )
-    assert report.verdicts[0].reason == "takes no softcap, sinks, slopes or bias"
+    assert report.verdicts[0].reason == "takes no softcap, sinks, slopes, bias or dropout"

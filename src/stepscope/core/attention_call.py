@@ -63,6 +63,8 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
     slopes: bool = False
     """Whether each head has a sink, and a slope of ALiBi (`kernels/flash/tiles.py`)."""
     bias: Bias = "none"
+    dropout: float = 0.0
+    """The probability that a weight is set to zero, by the same seeds in all implementations."""
 
     @property
     def layouts(self) -> tuple[Layout, Layout, Layout, Layout]:
@@ -78,7 +80,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
             device_type=device_type, dtype=dtype, head_dim=self.head_dim, queries=self.queries, keys=self.keys,
             heads=self.heads, key_heads=self.key_heads, window=self.window, backward=backward,
             documents=bool(self.documents), largest_score=largest_score,
-            scoring=self.softcap is not None or self.sinks or self.slopes or self.bias != "none",
+            scoring=any((self.softcap is not None, self.sinks, self.slopes, self.bias != "none", self.dropout)),
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -95,6 +97,7 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
             *(["sinks"] if self.sinks else []),
             *(["slopes"] if self.slopes else []),
             *([f"bias {self.bias}"] if self.bias != "none" else []),
+            *([f"dropout {self.dropout:g}"] if self.dropout else []),
             *([f"gradients of {' and '.join(self.differentiated)} alone"] if self.differentiated != "qkv" else []),
         ]
         if isinstance(self.layout, tuple):

@@ -64,7 +64,7 @@ class AttentionCall(msgspec.Struct, frozen=True, kw_only=True):
     documents: bool = False
     """Whether the rows hold several documents, and a query sees only keys of its own."""
     scoring: bool = False
-    """Whether scores get more than a scale: a softcap, sinks, ALiBi's slopes or a bias (`kernels/flash/tiles.py`)."""
+    """Whether a softcap, sinks, ALiBi's slopes, a bias or dropout change the scores (`kernels/flash/tiles.py`)."""
     largest_score: float | None = None
     """The largest absolute score of a query and a key that it sees; None if the numbers are unknown."""
     backward: bool = True
@@ -102,7 +102,7 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
     documents: bool = False
     """Whether it takes documents, as their bounds (kernels/documents.py): a keyword argument `bounds`."""
     scoring: bool = False
-    """Whether it takes a softcap, sinks, slopes and a bias: keyword arguments of these names."""
+    """Whether it takes a softcap, sinks, slopes, a bias, dropout and seeds: keyword arguments of these names."""
     subtracts_maximum: bool = True
     """Whether it subtracts the row's maximum, which allows scores of any size. If not, their exp must be finite."""
     compiler: Compiler | None = None
@@ -172,7 +172,7 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
             ),
             (call.window is not None and not self.window, "takes no sliding window"),
             (call.documents and not self.documents, "takes no documents in one row"),
-            (call.scoring and not self.scoring, "takes no softcap, sinks, slopes or bias"),
+            (call.scoring and not self.scoring, "takes no softcap, sinks, slopes, bias or dropout"),
         )
         return next((why for is_one, why in faults if is_one), None) or self.fault_of_scores(call)
 

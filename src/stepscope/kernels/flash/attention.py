@@ -7,12 +7,12 @@
 With `causal`, query i sees key j if j <= i (top-left alignment if S and T differ, like `is_causal` of PyTorch's
 scaled_dot_product_attention). With a window w it must also hold that i - j < w and, without causal, that j - i < w. A
 row that sees no key gives zeros, logsumexp -inf and no gradient. With documents (`kernels/documents.py`) query i sees
-only keys of its own. tiles.py says what a softcap, sinks, ALiBi's slopes and a bias are. Under autocast both run in
-autocast's dtype, like PyTorch's attention.
+only keys of its own. tiles.py says what a softcap, sinks, ALiBi's slopes, a bias and dropout are. Under autocast both
+run in autocast's dtype, like PyTorch's attention.
 
 Forward is deterministic. Backward is deterministic unless its kernels sum dQ in memory, in an order that differs
-between runs: the kernels for Hopper (16 bits, head_dim 64 to 128 in steps of 8, no slopes or bias), and a `fused`
-backward if chosen. Neither runs under `torch.use_deterministic_algorithms(True)`, unless it is forced.
+between runs: the kernels for Hopper (16 bits, head_dim 64 to 128 in steps of 8, no slopes, bias or dropout), and a
+`fused` backward if chosen. Neither runs under `torch.use_deterministic_algorithms(True)`, unless it is forced.
 """
 
 import functools
@@ -77,6 +77,8 @@ def _forward(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout: float = 0.0,
+    seeds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     launch, recorded_launches, tuning = _launching()
     if q.device.type == "cpu" and not launch.interpreted():
@@ -92,7 +94,7 @@ def _forward(
     target = _dense_target(out)
     precision = tuning.precision_for(q)
 
-    given = _given(bounds=bounds, sinks=sinks, slopes=slopes, bias=bias)
+    given = _given(bounds=bounds, sinks=sinks, slopes=slopes, bias=bias, seeds=seeds)
 
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
         found = dict(zip(given, tensors[5:], strict=False))
@@ -104,14 +106,14 @@ def _forward(
             precision=precision,
             parts=tensors[5 + len(given) :],
             bounds=found.pop("bounds", None),
-            scoring=launch.Scoring(softcap, **found),
+            scoring=launch.Scoring(softcap, dropout=dropout, **found),
             configuration=tuning.forward_configuration(q, causal=causal),
             launcher=launcher,
         )
 
     parts = launch.parts_for(precision, q, k, v)
     tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *given.values(), *parts)
-    options = (causal, scale, window, softcap, _layouts(given), tuning.state(q))
+    options = (causal, scale, window, softcap, dropout, _layouts(given), tuning.state(q))
     key = _forward_key(q, tensors[1], tensors[2], options)
     recorded_launches.run(key, tensors, call)
     if target is not out:
@@ -141,7 +143,8 @@ def _backward(
     gradient: Tensor, logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     logsumexp: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
-    bias: Tensor | None = None, of_slopes: bool = False, of_bias: bool = False,
+    bias: Tensor | None = None, dropout: float = 0.0, seeds: Tensor | None = None,
+    of_slopes: bool = False, of_bias: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     launch, recorded_launches, tuning = _launching()
     window = _needed(window, q, k, causal)
@@ -160,7 +163,7 @@ def _backward(
         dense[0],
         causal=causal,
         limited=window is not None or bounds is not None,
-        biased=slopes is not None or bias is not None,
+        in_triton=launch.Scoring(slopes=slopes, bias=bias, seeds=seeds).in_triton,
     )
     precision = tuning.precision_for(q)
     # A tensor that was saved between the passes may have a new layout. The kernels address logsumexp without strides.
@@ -168,7 +171,7 @@ def _backward(
     parts = launch.parts_for(precision, q, k, v, gradient)
     distances = launch.distances_for(q, k) if of_slopes or (of_bias and bias is not None and bias.dim() == 2) else None
     given = _given(
-        sums=sums, bounds=bounds, slopes=slopes, bias=bias, distances=distances,
+        sums=sums, bounds=bounds, slopes=slopes, bias=bias, seeds=seeds, distances=distances,
         of_bias=of_scores[2] if of_bias and bias is not None and bias.dim() == 4 else None,
         logsumexp_gradient=logsumexp_gradient,
     )  # fmt: skip
@@ -180,7 +183,9 @@ def _backward(
             *tensors[: len(always)], causal=causal, scale=scale, window=window, precision=precision,
             tma=configuration.tma, rows_first=configuration.rows_first, parts=tensors[len(always) + len(given) :],
             sums=found.get("sums"), bounds=found.get("bounds"),
-            scoring=launch.Scoring(softcap=softcap, slopes=found.get("slopes"), bias=found.get("bias")),
+            scoring=launch.Scoring(
+                softcap, None, found.get("slopes"), found.get("bias"), dropout, found.get("seeds")
+            ),
             launcher=launcher,
         )  # fmt: skip
         launch.run_backward(backward, configuration, found.get("logsumexp_gradient"))
@@ -189,7 +194,20 @@ def _backward(
                 backward.bias(found[name], distances=name == "distances")
 
     strides = tensors[0].stride(), q.stride(), k.stride(), v.stride(), tensors[4].stride(), _layouts(given)
-    key = ("backward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, softcap, tuning.state(q))
+    key = (
+        "backward",
+        q.shape,
+        k.shape,
+        strides,
+        q.dtype,
+        q.device,
+        causal,
+        scale,
+        window,
+        softcap,
+        dropout,
+        tuning.state(q),
+    )
     recorded_launches.run(key, tensors, call)
     for gradient_of, target in zip((dq, dk, dv), targets, strict=True):
         if target is not gradient_of:
@@ -199,7 +217,7 @@ def _backward(
     if recorded_launches.native.extension() is not None and plain and _as_given(always, *arguments):
         recorded_launches.teach_native(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(),
-            key=_forward_key(q, k, v, (causal, scale, window, None, (), tuning.state(q))),
+            key=_forward_key(q, k, v, (causal, scale, window, None, 0.0, (), tuning.state(q))),
             backward=recorded_launches.Backward(key, gradient, (dq, dk, dv), statistics, sums),
         )  # fmt: skip
     if sinks is not None:
@@ -245,15 +263,18 @@ def _sinks_gradient(statistics: Tensor, sinks: Tensor, q: Tensor) -> Tensor:
 def _like_gradients(
     _: Tensor, __: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool,
     scale: float, window: int | None, bounds: Tensor | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, slopes: Tensor | None = None, bias: Tensor | None = None, of_slopes: bool = False,
-    of_bias: bool = False,
+    sinks: Tensor | None = None, slopes: Tensor | None = None, bias: Tensor | None = None, dropout: float = 0.0,
+    seeds: Tensor | None = None, of_slopes: bool = False, of_bias: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Empty gradients of a backward pass: of q, k, v, the sinks, the slopes and the bias."""
     of_scores = _like_scoring(q, sinks, slopes if of_slopes else None, bias if of_bias else None)
     return *map(torch.empty_like, (q, k, v)), *of_scores
 
 
-_SCORING = "Tensor? bounds=None, float? softcap=None, Tensor? sinks=None, Tensor? slopes=None, Tensor? bias=None"
+_SCORING = (
+    "Tensor? bounds=None, float? softcap=None, Tensor? sinks=None, Tensor? slopes=None, Tensor? bias=None,"
+    " float dropout=0.0, Tensor? seeds=None"
+)
 define(
     f"flash_attention_forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, int? window, {_SCORING})"
     " -> (Tensor, Tensor)",
@@ -270,8 +291,8 @@ define(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.options, bounds, ctx.softcap, sinks, slopes, bias = inputs
-    ctx.save_for_backward(q, k, v, *output, bounds, sinks, slopes, bias)
+    q, k, v, *ctx.options, bounds, ctx.softcap, sinks, slopes, bias, ctx.dropout, seeds = inputs
+    ctx.save_for_backward(q, k, v, *output, bounds, sinks, slopes, bias, seeds)
     ctx.set_materialize_grads(False)
 
 
@@ -285,13 +306,13 @@ def _autograd(ctx: Any, gradient: Tensor | None, logsumexp_gradient: Tensor | No
 
 def _all_gradients(ctx: Any, backward: Callable[..., Sequence[Tensor]], *upstream: Tensor | None) -> Any:
     """The gradients of all inputs of forward, by the operator of backward."""
-    *saved, bounds, sinks, slopes, bias = ctx.saved_tensors
+    *saved, bounds, sinks, slopes, bias, seeds = ctx.saved_tensors
     wanted = (*ctx.needs_input_grad[8:], False, False, False)[:3]  # without what a call left out at its end
     *gradients, of_sinks, of_slopes, of_bias = backward(
-        *upstream, *saved, *ctx.options, bounds, ctx.softcap, sinks, slopes, bias, *wanted[1:]
+        *upstream, *saved, *ctx.options, bounds, ctx.softcap, sinks, slopes, bias, ctx.dropout, seeds, *wanted[1:]
     )
     of_scores = (each if asked else None for asked, each in zip(wanted, (of_sinks, of_slopes, of_bias), strict=True))
-    return *gradients, None, None, None, None, None, *of_scores
+    return *gradients, None, None, None, None, None, *of_scores, None, None
 
 
 torch.library.register_autograd("stepscope::flash_attention_forward", _autograd, setup_context=_setup_context)
@@ -385,10 +406,25 @@ def check_scoring(
         )
 
 
+def checked_seeds(q: Tensor, dropout: float, seeds: Tensor | None) -> Tensor | None:
+    """The seeds of a call with this dropout, drawn if there are none; raises an InputError of one line."""
+    if not 0 <= dropout < 1:
+        raise InputError(f"attention flash takes a dropout of 0 or more and below 1, not {dropout:g}")
+    if seeds is not None and (seeds.shape != (2,) or seeds.dtype != torch.int64 or seeds.device != q.device):
+        raise InputError(
+            f"attention flash takes seeds (2,) in int64 on {q.device}, not {tuple(seeds.shape)} in "
+            f"{str(seeds.dtype).removeprefix('torch.')} on {seeds.device}"
+        )
+    if not dropout:
+        return None
+    return torch.randint(2**63 - 1, (2,), device=q.device) if seeds is None else seeds
+
+
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
     cu_seqlens: Tensor | None = None, bounds: Tensor | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, slopes: Tensor | None = None, bias: Tensor | None = None,
+    sinks: Tensor | None = None, slopes: Tensor | None = None, bias: Tensor | None = None, dropout: float = 0.0,
+    seeds: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """softmax(q k^T * scale) v, with scale 1 / sqrt(D) by default. The module says what causal and window hide.
 
@@ -397,6 +433,9 @@ def flash_attention(
     each row of a head has besides, whose value is zero. slopes: (H,) fp32, of ALiBi: scores get -slope |i - j|. bias:
     added to scores, in fp32 or the dtype of q: (H, S + T - 1) by distance, whose number j - i + S - 1 is of query i and
     key j, or (H, S, T), or (B, H, S, T); where it is -inf, a query does not see the key. All three may have gradients.
+    dropout: the probability that a weight becomes zero, to the nearest 2^-16. seeds: (2,) int64 on the device, which
+    choose those weights, the same again for the same seeds; by default drawn from PyTorch's generator, anew in each
+    replay of a CUDA graph.
     """
     q, k, v = as_autocast(q, k, v)
     check_inputs(q, k, v, window)
@@ -408,12 +447,14 @@ def flash_attention(
         check_scoring(q, k, softcap, sinks, slopes, bias)
         bias = bias[None] if bias is not None and bias.dim() == 3 else bias
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    scoring = softcap, sinks, slopes, bias
+    if dropout or seeds is not None:
+        seeds = checked_seeds(q, dropout, seeds)
+    scoring = softcap, sinks, slopes, bias, dropout, seeds
     if watched(q, k, v):
         if transformed_by_func():
             return _TransformedForward.apply(q, k, v, causal, scale, window, bounds, *scoring)[0]
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds, *scoring)[0]
-    if sinks is not None or slopes is not None or bias is not None:
+    if sinks is not None or slopes is not None or bias is not None or seeds is not None:
         # They may need gradients of their own, which `_Direct` does not return.
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds, *scoring)[0]
     if window is None and bounds is None and softcap is None:
@@ -581,7 +622,9 @@ def _of_many(run: Callable[..., Sequence[Tensor]], tensors: int) -> Callable[...
         ]
         scoring = inputs[tensors + 4 :]
         if any(isinstance(each, Tensor) for each in scoring):
-            raise InputError(f"{_SUPPORTED}, but vmap takes no sinks, slopes or bias: take attention reference")
+            raise InputError(
+                f"{_SUPPORTED}, but vmap takes no sinks, slopes, bias or dropout: take attention reference"
+            )
         outputs = run(*folded, *options, *bounds, *scoring)
         # The last results of backward are gradients of sinks, slopes and a bias, of which there are none here.
         whole = tuple(out.unflatten(0, (size, -1)) if out.dim() > 1 else out.expand(size, 0) for out in outputs)

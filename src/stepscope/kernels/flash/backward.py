@@ -8,7 +8,8 @@ From dO, with c = scale * log2(e) and the forward's logsumexp L (in base 2 here)
     dK = scale dS^T Q             dQ = scale dS K
 
 With a softcap the weights are of c tanh(cap Q K^T), and dS has the factor 1 - tanh^2. A sink's gradient is minus the
-sum of its own weight times delta over the rows. What is added to a score has the gradient dS.
+sum of its own weight times delta over the rows. What is added to a score has the gradient dS. With dropout, P in dV
+and dP get the factors of `kept`; delta, of an output that has them, holds as it is.
 
 (Dao 2023, arXiv:2307.08691, algorithm 2.) There are three ways to sum:
 
@@ -34,6 +35,7 @@ from stepscope.kernels.flash.tiles import (
     in_document,
     is_split,
     joined,
+    kept,
     keys_visited,
     load_operand,
     load_tile,
@@ -116,11 +118,11 @@ def _load_statistic(STATISTICS, row, first_query, padded, BLOCK_M: tl.constexpr,
 @triton.jit
 def _visit_queries(
     dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch, head,
-    q_row, g_row, dq_row, key, document_first, document_after, begin, end, queries, keys, window, padded, rows,
-    scale_log2, cap, slope, bias, bias_row, unit,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, EVEN_QUERIES: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr,
-    TMA_REDUCE: tl.constexpr, HALF: tl.constexpr,
+    q_row, g_row, dq_row, first_key, key, document_first, document_after, begin, end, queries, keys, window, padded,
+    rows, scale_log2, cap, SEEDS, dropped, slope, bias, bias_row, unit,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, EVEN_QUERIES: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, TMA_REDUCE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     for first_query in tl.range(begin, end, BLOCK_M):  # pyright: ignore[reportGeneralTypeIssues]
         query = first_query + tl.arange(0, BLOCK_M)
@@ -142,8 +144,15 @@ def _visit_queries(
             GRADIENT, g_offset, batch, head, first_query, queries, g_row,
             BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
         )  # fmt: skip
-        dv = product(as_operand(weights_transposed, gradient, PRECISION), gradient, dv, PRECISION)
+        used_transposed = weights_transposed
+        factors = None
+        if SEEDS is not None:
+            factors = kept(SEEDS, dropped, statistics_row, first_query, first_key, BLOCK_M, BLOCK_N, True)
+            used_transposed = weights_transposed * factors
+        dv = product(as_operand(used_transposed, gradient, PRECISION), gradient, dv, PRECISION)
         dp_transposed = product(v, transposed(gradient, PRECISION), None, PRECISION)
+        if factors is not None:
+            dp_transposed *= factors
         delta = _load_statistic(STATISTICS, statistics_row + rows, first_query, padded, BLOCK_M, TMA)
         ds_transposed = weights_transposed * (dp_transposed - delta[None, :])
         if cap is not None:
@@ -165,7 +174,7 @@ def _visit_queries(
 
 @triton.jit(do_not_specialize=["together"])
 def flash_key_gradients(
-    Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, SLOPES, BIAS, scale, scale_log2, cap,
+    Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, SLOPES, BIAS, scale, scale_log2, cap, SEEDS, dropped,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     bias_batch, bias_head, bias_row, batches, kv_heads, queries, keys, window, padded, together,
@@ -232,9 +241,10 @@ def flash_key_gradients(
             if side == 1 or WINDOW or BOUNDS is not None or (side == 0 and (CAUSAL or (FUSED and not EVEN_KEYS))):
                 dk, dv = _visit_queries(
                     dk, dv, k, v, Q, GRADIENT, DQ, STATISTICS, statistics_row, q_offset, g_offset, dq_offset, batch,
-                    head, q_row, g_row, dq_row, key, document_first, document_after, begins[side],
-                    ends[side], queries, keys, window, padded, rows, scale_log2, cap, slope, bias, bias_row, unit,
-                    HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, WINDOW, side != 1, EVEN_QUERIES, PRECISION, TMA, FUSED,
+                    head, q_row, g_row, dq_row, first_key, key, document_first, document_after, begins[side],
+                    ends[side], queries, keys, window, padded, rows, scale_log2, cap, SEEDS, dropped,
+                    slope, bias, bias_row, unit,
+                    HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, side != 1, EVEN_QUERIES, PRECISION, TMA, FUSED,
                     TMA_REDUCE, DK.dtype.element_ty.primitive_bitwidth == 16,
                 )  # fmt: skip
     store_tile(
@@ -249,11 +259,12 @@ def flash_key_gradients(
 
 @triton.jit
 def _visit_keys(
-    dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-    query, document_first, document_after, begin, end, queries, keys, window, scale_log2, cap,
-    slope, bias, bias_row, unit,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
+    dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, batch_head, kv_head, k_row, v_row,
+    first_query, query, document_first, document_after, begin, end, queries, keys, window, scale_log2, cap,
+    SEEDS, dropped, slope, bias, bias_row, unit,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     for first_key in tl.range(begin, end, BLOCK_N):  # pyright: ignore[reportGeneralTypeIssues]
         k = load_operand(
@@ -273,6 +284,8 @@ def _visit_keys(
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,
         )  # fmt: skip
         dp = product(gradient, transposed(v, PRECISION), None, PRECISION)
+        if SEEDS is not None:
+            dp *= kept(SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False)
         ds = weights * (dp - delta[:, None])
         if cap is not None:
             ds = ds * (1 - scores_capped * scores_capped)
@@ -283,7 +296,8 @@ def _visit_keys(
 
 @triton.jit(do_not_specialize=["together"])
 def flash_query_gradients(
-    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, SLOPES, BIAS, scale, scale_log2, cap,
+    Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, SLOPES, BIAS,
+    scale, scale_log2, cap, SEEDS, dropped,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
     bias_batch, bias_head, bias_row, batches, kv_heads, queries, keys, window, padded, together,
@@ -353,10 +367,10 @@ def flash_query_gradients(
     for side in tl.static_range(3):
         if side == 2 or WINDOW or BOUNDS is not None or (side == 1 and (CAUSAL or not EVEN_KEYS)):
             dq = _visit_keys(
-                dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-                query, document_first, document_after, begins[side], ends[side], queries, keys, window, scale_log2,
-                cap, slope, bias, bias_row, unit,
-                HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, side != 2, EVEN_KEYS, PRECISION, TMA,
+                dq, q, gradient, logsumexp, delta, K, V, k_offset, v_offset, batch, batch_head, kv_head, k_row, v_row,
+                first_query, query, document_first, document_after, begins[side], ends[side], queries, keys, window,
+                scale_log2, cap, SEEDS, dropped, slope, bias, bias_row, unit,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, side != 2, EVEN_KEYS, PRECISION, TMA,
                 DQ.dtype.element_ty.primitive_bitwidth == 16,
             )  # fmt: skip
     store_tile(
@@ -368,7 +382,7 @@ def flash_query_gradients(
 @triton.jit(do_not_specialize=["together"])
 def flash_joint_gradients(
     Q, K, V, GRADIENT, Q2, K2, V2, GRADIENT2, DQ, DK, DV, STATISTICS, STATISTICS2, BOUNDS, SLOPES, BIAS,
-    scale, scale_log2, cap,
+    scale, scale_log2, cap, SEEDS, dropped,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
     bias_batch, bias_head, bias_row, batches, kv_heads, queries, keys, window, padded, together,
@@ -385,7 +399,7 @@ def flash_joint_gradients(
     key_programs = tl.cdiv(keys, BLOCK_N) * batches * kv_heads
     if tl.program_id(0) < key_programs:
         flash_key_gradients(
-            Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, SLOPES, BIAS, scale, scale_log2, cap,
+            Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, SLOPES, BIAS, scale, scale_log2, cap, SEEDS, dropped,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
             bias_batch, bias_head, bias_row,
@@ -395,7 +409,7 @@ def flash_joint_gradients(
     else:
         flash_query_gradients(
             Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2, BOUNDS, SLOPES, BIAS,
-            scale, scale_log2, cap,
+            scale, scale_log2, cap, SEEDS, dropped,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             0, 0, 0, dq_batch, dq_head, dq_row, bias_batch, bias_head, bias_row,
             batches, kv_heads, queries, keys, window, padded, together,
@@ -406,7 +420,7 @@ def flash_joint_gradients(
 
 @triton.jit
 def _score_gradients(
-    Q, K, V, GRADIENT, STATISTICS, BOUNDS, SLOPES, BIAS, scale_log2, cap,
+    Q, K, V, GRADIENT, STATISTICS, BOUNDS, SLOPES, BIAS, scale_log2, cap, SEEDS, dropped,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     bias_batch, bias_head, bias_row, batch, head, first_query, first_key,
     batches, heads, queries, keys, window, padded,
@@ -454,12 +468,14 @@ def _score_gradients(
         BLOCK, HEAD_DIM, BLOCK_D, False, False, PRECISION,
     )  # fmt: skip
     dp = product(gradient, transposed(v, PRECISION), None, PRECISION)
+    if SEEDS is not None:
+        dp *= kept(SEEDS, dropped, batch * heads + head, first_query, first_key, BLOCK, BLOCK, False)
     return weights * (dp - delta[:, None])
 
 
 @triton.jit
 def flash_bias_gradients(
-    Q, K, V, GRADIENT, STATISTICS, BOUNDS, SLOPES, BIAS, TARGET, scale_log2, cap,
+    Q, K, V, GRADIENT, STATISTICS, BOUNDS, SLOPES, BIAS, TARGET, scale_log2, cap, SEEDS, dropped,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     bias_batch, bias_head, bias_row, batches, kv_heads, queries, keys, window, padded,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
@@ -510,7 +526,7 @@ def flash_bias_gradients(
     for turn in range(count):
         batch = first_batch + turn // length
         total += _score_gradients(
-            Q, K, V, GRADIENT, STATISTICS, BOUNDS, SLOPES, BIAS, scale_log2, cap,
+            Q, K, V, GRADIENT, STATISTICS, BOUNDS, SLOPES, BIAS, scale_log2, cap, SEEDS, dropped,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             bias_batch, bias_head, bias_row, batch, head, (row_tile + turn % length) * BLOCK,
             (key_tile + turn % length) * BLOCK, batches, heads, queries, keys, window, padded,

@@ -22,6 +22,7 @@ from stepscope.kernels.flash.tiles import (
     document_of,
     first_of_bias,
     in_document,
+    kept,
     keys_visited,
     load_operand,
     long,
@@ -40,12 +41,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _visit_keys(
-    output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_stride, v_stride,
-    queries_of_tile, document_first, document_after, begin, end, queries, keys, window, scale_log2, cap,
-    slope, bias, bias_row, unit,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr, HALF: tl.constexpr,
+    output, total, maximum, q, K, V, k_offset, v_offset, batch, batch_head, kv_head, k_stride, v_stride,
+    first_query, queries_of_tile, document_first, document_after, begin, end, queries, keys, window, scale_log2, cap,
+    SEEDS, dropped, slope, bias, bias_row, unit,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     for first_key in tl.range(begin, end, BLOCK_N, warp_specialize=WARP_SPECIALIZE):  # pyright: ignore
         k = load_operand(
@@ -68,6 +69,8 @@ def _visit_keys(
         decay = tl.math.exp2(maximum - shift)
         total = total * decay + tl.sum(weights, 1)
         output = output * decay[:, None]
+        if SEEDS is not None:
+            weights *= kept(SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False)
         v = load_operand(
             V, v_offset, batch, kv_head, first_key, keys, v_stride,
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,
@@ -79,7 +82,7 @@ def _visit_keys(
 
 @triton.jit
 def _attend_tile(
-    tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap,
+    tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap, SEEDS, dropped,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     bias_batch, bias_head, bias_row,
     batches, heads, queries, keys, window, together,
@@ -133,10 +136,10 @@ def _attend_tile(
     for side in tl.static_range(3):
         if side == 2 or WINDOW or BOUNDS is not None or (side == 1 and (CAUSAL or not EVEN_KEYS)):
             output, total, maximum = _visit_keys(
-                output, total, maximum, q, K, V, k_offset, v_offset, batch, kv_head, k_row, v_row,
-                query, document_first, document_after, begins[side], ends[side], queries, keys, window,
-                scale_log2, cap, slope, bias, bias_row, unit,
-                HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, WINDOW, side != 2, EVEN_KEYS, PRECISION, TMA,
+                output, total, maximum, q, K, V, k_offset, v_offset, batch, batch_head, kv_head, k_row, v_row,
+                first_query, query, document_first, document_after, begins[side], ends[side], queries, keys, window,
+                scale_log2, cap, SEEDS, dropped, slope, bias, bias_row, unit,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, side != 2, EVEN_KEYS, PRECISION, TMA,
                 WARP_SPECIALIZE and side == 2, OUT.dtype.element_ty.primitive_bitwidth == 16,
             )  # fmt: skip
 
@@ -161,7 +164,7 @@ def _attend_tile(
 
 @triton.jit(do_not_specialize=["together"])
 def flash_forward(
-    Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap,
+    Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap, SEEDS, dropped,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
     bias_batch, bias_head, bias_row,
     batches, heads, queries, keys, window, together,
@@ -180,7 +183,7 @@ def flash_forward(
         tiles = tl.cdiv(queries, BLOCK_M) * batches * heads
         for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):  # pyright: ignore[reportGeneralTypeIssues]
             _attend_tile(
-                tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap,
+                tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap, SEEDS, dropped,
                 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
                 bias_batch, bias_head, bias_row,
                 batches, heads, queries, keys, window, together,
@@ -189,7 +192,7 @@ def flash_forward(
             )  # fmt: skip
     else:
         _attend_tile(
-            tl.program_id(0), Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap,
+            tl.program_id(0), Q, K, V, OUT, LOGSUMEXP, BOUNDS, SINKS, SLOPES, BIAS, scale_log2, cap, SEEDS, dropped,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
             bias_batch, bias_head, bias_row,
             batches, heads, queries, keys, window, together,

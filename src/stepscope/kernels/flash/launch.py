@@ -59,6 +59,9 @@ class Scoring(NamedTuple):
     slopes: Tensor | None = None
     bias: Tensor | None = None
     """(H, S + T - 1) by distance, or (1 or B, H, S, T); the last dimension is dense."""
+    dropout: float = 0.0
+    seeds: Tensor | None = None
+    """(2,) int64, of the weights that dropout takes."""
 
     @property
     def bias_strides(self) -> tuple[int, int, int]:
@@ -70,11 +73,18 @@ class Scoring(NamedTuple):
         of_batch, of_head, of_query, _ = self.bias.stride()
         return 0 if self.bias.shape[0] == 1 else of_batch, of_head, of_query
 
-    def factors(self, scale: float) -> tuple[float, float | None]:
-        """The factor on a score in base 2, and that on a product before its tanh."""
+    @property
+    def in_triton(self) -> bool:
+        """Whether the kernels in Gluon do not take it."""
+        return self.slopes is not None or self.bias is not None or self.seeds is not None
+
+    def factors(self, scale: float) -> tuple[float, float | None, Tensor | None, int]:
+        """The factor on a score in base 2, that on a product before its tanh, the seeds, and of 65536 weights how many
+        dropout takes."""
+        dropped = min(round(self.dropout * 65536), 65535)
         if self.softcap is not None:
-            return self.softcap * LOG2E.value, scale / self.softcap
-        return math.copysign(max(abs(scale) * LOG2E.value, SMALLEST_SCALE), scale), None
+            return self.softcap * LOG2E.value, scale / self.softcap, self.seeds, dropped
+        return math.copysign(max(abs(scale) * LOG2E.value, SMALLEST_SCALE), scale), None, self.seeds, dropped
 
 
 PLAIN = Scoring()
@@ -164,12 +174,10 @@ def launch_forward(
 ) -> object:  # fmt: skip
     """Fill `out` and `logsumexp` ((B, H, S) fp32, contiguous). `parts` are the buffers of `parts_for` q, k and v.
 
-    `bounds` are those of documents, (2, B, S) int32, contiguous. The kernel in Gluon takes no slopes and no bias.
+    `bounds` are those of documents, (2, B, S) int32, contiguous. The kernel in Gluon takes no slopes, bias
+    or dropout.
     """
-    plain, limited = (
-        scale >= 0 and scoring.slopes is None and scoring.bias is None,
-        window is not None or bounds is not None,
-    )
+    plain, limited = scale >= 0 and not scoring.in_triton, window is not None or bounds is not None
     if configuration.hopper is not None and plain and hopper_takes(q, k, v, out, limited=limited):
         return _required_hopper().launch_hopper_forward(
             q,
@@ -230,16 +238,16 @@ def statistics_for(q: Tensor, configuration: BackwardConfiguration | None = None
 
 def sums_for(
     configuration: BackwardConfiguration, statistics: Tensor, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor,
-    *, causal: bool, limited: bool, biased: bool = False,
+    *, causal: bool, limited: bool, in_triton: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """A buffer for the sums of dQ if the kernel in Gluon takes this pass. With None, the other kernels run.
 
     The kernel in Gluon sums dQ in an order that differs between runs, so it does not run if PyTorch must be
-    deterministic. It takes no slopes and no bias (`biased`). It also does not run if a causal mask leaves keys that no
-    query sees. It would add their products to another head's sums, and these are zeros only if keys and values are
-    finite.
+    deterministic. It takes no slopes, bias or dropout (`in_triton`). It also does not run if a causal mask leaves keys
+    that no query sees. It would add their products to another head's sums, and these are zeros only if keys and values
+    are finite.
     """
-    if configuration.hopper is None or biased or torch.are_deterministic_algorithms_enabled():
+    if configuration.hopper is None or in_triton or torch.are_deterministic_algorithms_enabled():
         return None
     if causal and k.shape[2] > statistics.shape[1]:
         return None
@@ -413,7 +421,7 @@ class Backward:
             tiles = tiles_of(self.queries, block) * tiles_of(self.keys, block) * target.shape[0]
         return self.launch(
             flash_bias_gradients, (self.heads * tiles,),
-            *self._operands_of, self.statistics, *self._added, target, *self._scores[-2:],
+            *self._operands_of, self.statistics, *self._added, target, *self._scores[-4:],
             *self._inputs, *self._bias_strides, *self._sizes[:6],
             self.heads // self.kv_heads, self.head_dim, self.block_d, block, *self._mask, self._loading[0], distances,
             not distances and target.shape[0] > 1,

@@ -15,6 +15,9 @@ Between the product q k^T and the softmax, scores may be changed, with c = scale
     SINKS      (H,) fp32: a score that every row has besides, whose value is zero (Xiao 2023, arXiv:2309.17453); None
                without
 
+Dropout sets a weight to zero with the probability of `dropped` in 65536, and divides the others by that of being kept.
+SEEDS, (2,) int64, a seed and an offset of 32 bits, choose which: they are None, and nothing of it is compiled, without.
+
 BOUNDS, (2, B, S) int32, has for each position the first one of its document, and the one after its last. It is None,
 and nothing of it is compiled, if there are no documents (`kernels/documents.py`).
 
@@ -165,6 +168,51 @@ def with_bias(scores, query, key, queries, keys, slope, bias, bias_row, unit):
         numbers = bias + query.to(tl.int64) * bias_row + key
         scores += tl.load(numbers, mask=(query < queries) & (key < keys), other=0.0).to(tl.float32) * unit
     return scores
+
+
+@triton.jit
+def kept(
+    SEEDS, dropped, batch_head, first_query, first_key,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """What dropout multiplies the weights of a tile by, (QUERIES, KEYS), or (KEYS, QUERIES) if TRANSPOSED.
+
+    Philox 4x32 of seven rounds (Salmon 2011, doi:10.1145/2063384.2063405) has the counter (query, key // 8, head
+    counted through the batches, offset), and 16 bits for each of eight keys: a weight whose number is below `dropped`
+    is zero.
+    """
+    GROUPS: tl.constexpr = KEYS // 8
+    query = first_query + tl.arange(0, QUERIES)
+    group = first_key // 8 + tl.arange(0, GROUPS)
+    if TRANSPOSED:
+        zeros = tl.zeros([GROUPS, QUERIES], tl.int32)
+        query = zeros + query[None, :]
+        group = zeros + group[:, None]
+    else:
+        zeros = tl.zeros([QUERIES, GROUPS], tl.int32)
+        query = zeros + query[:, None]
+        group = zeros + group[None, :]
+    offset = zeros + tl.load(SEEDS + 1).to(tl.int32)
+    a, b, c, d = tl.philox(tl.load(SEEDS), query, group, zeros + batch_head, offset, 7)
+    below = tl.join(
+        tl.join(tl.join(_low(a, dropped), _low(c, dropped)), tl.join(_low(b, dropped), _low(d, dropped))),
+        tl.join(tl.join(_high(a, dropped), _high(c, dropped)), tl.join(_high(b, dropped), _high(d, dropped))),
+    )
+    if TRANSPOSED:
+        below = below.reshape(GROUPS, QUERIES, 8).permute(0, 2, 1).reshape(KEYS, QUERIES)
+    else:
+        below = below.reshape(QUERIES, KEYS)
+    return tl.where(below == 0, 65536.0 / (65536 - dropped), 0.0)
+
+
+@triton.jit
+def _low(word, dropped):
+    return ((word & 65535).to(tl.int32) < dropped).to(tl.int8)
+
+
+@triton.jit
+def _high(word, dropped):
+    return ((word >> 16).to(tl.int32) < dropped).to(tl.int8)
 
 
 @triton.jit

@@ -200,8 +200,8 @@ def packed_shapes() -> tuple[AttentionShape, ...]:
 
 
 def scored_shapes() -> tuple[AttentionShape, ...]:
-    """Calls with a softcap, sinks, slopes or a bias, for the attentions that take them, alone, together, with a window
-    and documents, and with rows that see nothing, through a window or a bias."""
+    """Calls with a softcap, sinks, slopes, a bias or dropout, for the attentions that take them: alone, together, with
+    a window and documents, and with rows that see nothing, through a window or a bias."""
     kinds: tuple[tuple[int, int, bool, dict[str, Any]], ...] = (
         (70, 64, True, {"softcap": 2.0}),
         (130, 16, False, {"softcap": 30.0, "numbers": "rising", "layout": "transposed"}),
@@ -220,6 +220,9 @@ def scored_shapes() -> tuple[AttentionShape, ...]:
         (77, 64, False, {"bias": "of batches", "window": 20, "slopes": True}),
         (50, 16, True, {"bias": "of batches", "documents": (1, 30, 19, 32, 12, 6)}),
         (50, 16, False, {"bias": "by distance", "documents": (1, 30, 19, 32, 12, 6), "numbers": "offset"}),
+        (77, 64, True, {"dropout": 0.25}),
+        (150, 16, False, {"dropout": 0.5, "keys": 65, "window": 20, "sinks": True, "bias": "by distance"}),
+        (50, 16, True, {"dropout": 0.1, "bias": "of heads", "softcap": 5.0, "documents": (1, 30, 19, 32, 12, 6)}),
     )
     same: dict[str, Any] = {"batch": 2, "heads": 4, "key_heads": 2}
     return tuple(
@@ -245,6 +248,7 @@ def long_limited_shapes() -> tuple[AttentionShape, ...]:
         (False, 2, {"sinks": True, "numbers": "offset", "slopes": True}),
         (True, 4, {"bias": "by distance"}),
         (False, 2, {"bias": "of heads"}),
+        (True, 4, {"dropout": 0.1}),
     )
     return tuple(
         AttentionShape(
@@ -279,6 +283,8 @@ def call_options(shape: AttentionShape, device: torch.device) -> dict[str, Any]:
         options["slopes"] = slopes.requires_grad_(shape.differentiated == "qkv")
     if shape.bias != "none":
         options["bias"] = draw_bias(shape, device).requires_grad_(shape.differentiated == "qkv")
+    if shape.dropout:
+        options |= {"dropout": shape.dropout, "seeds": torch.tensor([2**40 + 7, 2**33 + 5], device=device)}
     return options
 
 
@@ -408,9 +414,7 @@ _TENSORS: dict[str, Literal["out", "dq", "dk", "dv", "dsinks", "dslopes", "dbias
 _UNKNOWN = "twice as far as others, for rounding that nobody says of it"
 _ROUNDED = "twice as far as others, four times sdpa's error, for rounding scores and weights to 16 bits"
 _CUT_OFF = "twice as far as on a GPU, where bf16 is rounded: Triton's interpreter cuts numbers off"
-_UNSCORED = (
-    "with a softcap, sinks, slopes or a bias is by sdpa's errors of the same call without them, since it has none"
-)
+_UNSCORED = "with a softcap, sinks, slopes, a bias or dropout is by sdpa's errors of the same call without any of them"
 _GROUPED = (
     "in fp32 with grouped heads is twice the larger of two errors of sdpa, of the call and of keys and values repeated "
     "for each head: PyTorch has no fused attention of the first, and what it writes out comes closer"
@@ -501,7 +505,7 @@ class _Case:
         wide, plain = call.widened(), call
         if shape.call(device.type, dtype).scoring:
             # sdpa does none of it: its errors are of the same call without.
-            alike = msgspec.structs.replace(shape, softcap=None, sinks=False, slopes=False, bias="none")
+            alike = msgspec.structs.replace(shape, softcap=None, sinks=False, slopes=False, bias="none", dropout=0.0)
             plain = Call((q, k, v), call_options(alike, device))
         exact = _run(chunked if large and not shape.documents else reference, wide, gradient.double(), backward=True)
         of_sdpa = exact if plain is call else _run(reference, plain.widened(), gradient.double(), backward=True)

@@ -83,9 +83,10 @@ def reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
     bounds: Tensor | None = None, subtract_maximum: bool = True, first_query: int = 0, softcap: float | None = None,
     sinks: Tensor | None = None, slopes: Tensor | None = None, bias: Tensor | None = None,
+    dropout: float = 0.0, seeds: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum. `flash_attention` says
-    what a softcap, sinks, slopes and a bias are.
+    what a softcap, sinks, slopes, a bias and dropout are; which weights that takes is its own, too.
 
     bounds: those of documents. first_query: the position of the first query, where queries are the later part of a
     sequence; without a window.
@@ -95,21 +96,16 @@ def reference(
     masked = fully_masked_queries(q, k, window)
     if masked:
         seen = None if bias is None else bias[..., :-masked, :]
-        scoring = {"softcap": softcap, "sinks": sinks, "slopes": slopes, "bias": seen}
-        function = partial(reference, subtract_maximum=subtract_maximum, **scoring)
+        function = partial(
+            reference, subtract_maximum=subtract_maximum, softcap=softcap, sinks=sinks, slopes=slopes, bias=seen,
+            dropout=dropout, seeds=seeds,
+        )  # fmt: skip
         return with_zeros(function, masked, q, k, v, causal=causal, scale=scale, window=window)
     k, v = for_all_heads(q, k, v)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     with detail_range(SCORES):
         scores_BHST = q @ k.transpose(-2, -1) * scale
-        if softcap is not None:
-            scores_BHST = torch.tanh(scores_BHST / softcap) * softcap
-        if slopes is not None:
-            query_S1 = torch.arange(first_query, first_query + q.shape[-2], device=q.device)[:, None]
-            distance_ST = (query_S1 - torch.arange(k.shape[-2], device=q.device)).abs()
-            scores_BHST = scores_BHST - slopes.to(q.dtype)[:, None, None] * distance_ST
-        if bias is not None:
-            scores_BHST = scores_BHST + bias.to(q.dtype)
+        scores_BHST = _changed(scores_BHST, first_query, softcap, slopes, bias)
         if causal or window is not None:
             # The mask has no name: a name would keep it alive beside the softmax where no graph needs it.
             query_S1 = torch.arange(first_query, first_query + q.shape[-2], device=q.device)[:, None]
@@ -136,8 +132,26 @@ def reference(
         if bias is not None:
             sums_BHS1 = sums_BHS1.masked_fill(sums_BHS1 == 0, 1)
         weights_BHST = exponentials_BHST / sums_BHS1
+    if sinks is not None:
+        weights_BHST = weights_BHST[..., :-1]
+    if dropout:
+        weights_BHST = weights_BHST * dropout_factors(weights_BHST, dropout, seeds)
     with detail_range(OUTPUT):
-        return (weights_BHST if sinks is None else weights_BHST[..., :-1]) @ v
+        return weights_BHST @ v
+
+
+def _changed(
+    scores_BHST: Tensor, first_query: int, softcap: float | None, slopes: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Scores with a softcap, ALiBi's slopes and a bias, where these are given."""
+    if softcap is not None:
+        scores_BHST = torch.tanh(scores_BHST / softcap) * softcap
+    if slopes is not None:
+        queries, keys = scores_BHST.shape[-2:]
+        query_S1 = torch.arange(first_query, first_query + queries, device=slopes.device)[:, None]
+        distance_ST = (query_S1 - torch.arange(keys, device=slopes.device)).abs()
+        scores_BHST = scores_BHST - slopes.to(scores_BHST.dtype)[:, None, None] * distance_ST
+    return scores_BHST if bias is None else scores_BHST + bias.to(scores_BHST.dtype)
 
 
 def of_distances(bias: Tensor, keys: int) -> Tensor:
@@ -145,6 +159,47 @@ def of_distances(bias: Tensor, keys: int) -> Tensor:
     queries = bias.shape[1] - keys + 1
     query_S1 = torch.arange(queries, device=bias.device)[:, None]
     return bias[:, torch.arange(keys, device=bias.device) - query_S1 + queries - 1]
+
+
+_PHILOX = (0xD2511F53, 0xCD9E8D57)
+"""The multipliers of Philox 4x32 (Salmon 2011, doi:10.1145/2063384.2063405), then what its key grows by in a round."""
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+
+def dropout_factors(weights: Tensor, dropout: float, seeds: Tensor | None) -> Tensor:
+    """What dropout multiplies weights (B, H, S, T) by: 0, or 1 over the probability of being kept. The numbers are
+    those of the kernels (`kept` of kernels/flash/tiles.py); without seeds, of PyTorch's generator."""
+    dropped = min(round(dropout * 65536), 65535)
+    if seeds is None:
+        drawn = torch.randint(65536, weights.shape, device=weights.device)
+    else:
+        drawn = dropout_numbers(weights.shape, seeds)
+    return (drawn >= dropped).to(weights.dtype) * (65536 / (65536 - dropped))
+
+
+def dropout_numbers(shape: torch.Size, seeds: Tensor) -> Tensor:
+    """Numbers of 16 bits, (B, H, S, T) int64, of seven rounds of Philox with the counter (query, key // 8, head counted
+    through the batches, offset)."""
+    batches, heads, queries, keys = shape
+    place = [torch.arange(size, device=seeds.device) for size in (batches * heads, queries, -(-keys // 8))]
+    head, query, group = torch.meshgrid(*place, indexing="ij")
+    seed, offset = seeds[0], (seeds[1] & _LOW).expand_as(head)
+    low, high, counter = seed & _LOW, (seed >> 32) & _LOW, [query, group, head, offset]
+    for _ in range(7):
+        first, second = (_wide_product(each, factor) for each, factor in zip(counter[::2], _PHILOX, strict=True))
+        counter = [second[0] ^ counter[1] ^ low, second[1], first[0] ^ counter[3] ^ high, first[1]]
+        low, high = (low + _WEYL[0]) & _LOW, (high + _WEYL[1]) & _LOW
+    halves = [half for word in counter for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, dim=-1).view(batches, heads, queries, -1)[..., :keys]
+
+
+def _wide_product(number: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The upper and the lower 32 bits of a product of numbers of 32 bits, in int64: by halves, since 64 bits have a
+    sign."""
+    below, above = (number & 0xFFFF) * factor, (number >> 16) * factor
+    middle = above + (below >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (below & 0xFFFF)
 
 
 def unsafe(
