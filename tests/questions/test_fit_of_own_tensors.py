@@ -214,3 +214,14 @@ def test_operands_in_blocks_of_a_module_by_hand():
         stepscope.fit(Sums(), rows[:100], square, **asked)
     with pytest.raises(InputError, match="not of fp32's: choose dtype bf16"):
         stepscope.fit(Sums(), rows, square, recipe="mxfp8", dtype="fp32")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16-pure"])
+def test_rms_norm_is_one_kernel_as_on_a_gpu(dtype: Any):
+    """It keeps its input, as LayerNorm does, and of each of 128 rows one number of fp32 where LayerNorm keeps two."""
+    rows = torch.randn(128, WIDTH, dtype=torch.float32 if dtype == "fp32" else torch.bfloat16)
+    kept: list[int] = []
+    for norm in (nn.LayerNorm(WIDTH, bias=False), nn.RMSNorm(WIDTH)):
+        found: Any = stepscope.fit(nn.Sequential(norm, nn.Linear(WIDTH, WIDTH)), rows, square, dtype=dtype)
+        kept.append(found.estimate.memory.saved_for_backward)
+    assert kept[0] - kept[1] == 128 * 4

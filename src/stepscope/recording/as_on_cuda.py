@@ -8,14 +8,16 @@ fp32, which kernel scaled_dot_product_attention becomes, and what dropout saves.
 import contextlib
 import functools
 import importlib
+import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from stepscope.core.units import MIB
@@ -118,6 +120,7 @@ class AsOnCuda(TorchFunctionMode):
                 kwargs = {key: value.float() if _is_half(value) else value for key, value in kwargs.items()}
             elif name in _SUMS_INTO_FP32 and kwargs.get("dtype") is None and _is_half(args[0]):
                 kwargs["dtype"] = torch.float32
+        func = functools.partial(_rms_norm, func) if func in (F.rms_norm, torch.rms_norm) else func
         return func(*args, **kwargs)
 
     def _attend_flexibly(self, query: Tensor, key: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -464,6 +467,39 @@ class _Recurrent(torch.autograd.Function):
 def _recurrent_workspace(out: Tensor) -> None:
     share = _OF_HALF if out.dtype == torch.float16 else _WORKSPACE_OF_RECURRENT
     out.new_empty(int(out.nbytes * share) + _LEAST_WORKSPACE, dtype=torch.uint8)
+
+
+# RMSNorm as CUDA's one kernel computes it, where a CPU has five operators.
+
+
+def _rms_norm(
+    func: Any, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """The norm over the last dimensions. Of a weight in another dtype there is no kernel (`rms_norm_symint` of
+    ATen/native/layer_norm.cpp)."""
+    if not isinstance(input, FakeTensor) or (weight is not None and weight.dtype != input.dtype):
+        return func(input, normalized_shape, weight, eps)
+    rows = input.numel() // max(1, math.prod(normalized_shape))
+    return _RmsNorm.apply(input, weight, rows)  # pyright: ignore[reportReturnType]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Keeps the input and a root for each row, in fp32 where the input has 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, rows: int) -> Tensor:
+        if not x.is_contiguous():
+            x = x.contiguous()
+        out, roots = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32 if _is_half(x) else x.dtype)
+        ctx.save_for_backward(x, roots, *([] if weight is None else [weight]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, _, *weights = ctx.saved_tensors
+        of_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        of_weight = torch.empty_like(weights[0]) if weights and ctx.needs_input_grad[1] else None
+        return of_x, of_weight, None
 
 
 # FlexAttention as CUDA computes it, which a CPU does without gradients.
