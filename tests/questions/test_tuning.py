@@ -274,6 +274,21 @@ def test_a_user_s_model_without_such_modules_has_the_rest_of_what_is_usually_fas
     assert search.best.graph == "step" and getattr(search.best, "norm", "") == "reference"
 
 
+def test_a_model_with_dropout_in_attention_is_tried_together_with_what_takes_it():
+    class Dropping(Own):
+        def race(self, best: Workload, other: Workload) -> Tried:
+            if other.attention not in (None, "sdpa"):
+                why = f"attention {other.attention} takes no call of own.py:make: it has dropout; leave out attention"
+                return Tried(round="", change={}, verdict="refused", why=why)
+            return super().race(best, other)
+
+    search = Search(FactoryWorkload(model=UserModel(name=""), factory="own.py:make"), on_gpu=True)
+    search.run(Dropping(0.9))
+    refused, taken = (tried for tried in search.tried if tried.round == "together")
+    assert (refused.verdict, taken.verdict) == ("refused", "taken")
+    assert taken.change == {**refused.change, "attention": "sdpa"}
+
+
 def test_kernels_of_which_a_model_has_none_are_asked_for_once():
     search, _ = searched_own(None, frozenset({"dtype", "optimizer", "attention", "projections"}))
     assert [(t.round, t.verdict) for t in search.tried if "fused" in t.change.values()] == [("together", "refused")]

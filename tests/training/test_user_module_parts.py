@@ -710,7 +710,7 @@ def test_projections_called_with_other_inputs_compute_apart():
 def test_the_lines_for_a_script_give_it_the_step_that_was_found(tmp_path: Path, masters: bool):
     """Applied to the same model in a plain loop, they train as the measured step does, and take as long to a factor."""
     choices: dict[str, Any] = {"attention": "sdpa", "projections": "joint", "optimizer": "adamw-fused"}
-    step = own_llama(tmp_path, **choices, **({"dtype": "bf16-master"} if masters else {}))
+    step = own_llama(tmp_path, dtype="bf16-master" if masters else "fp32", **choices)
     lines = script_lines(step.workload)
     swaps = ["import stepscope", "stepscope.replace_parts(model, attention='sdpa', projections='joint')"]
     assert lines[-3:] == [*swaps, "optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)"] or masters

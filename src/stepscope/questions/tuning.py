@@ -72,6 +72,9 @@ def _layouts(best: Workload, on_gpu: bool) -> Iterator[Change]:
         yield {"parallel": "tensor-sequence"}
 
 
+OURS: Change = {"attention": PREFERRED["cuda"][0]}
+
+
 def _groups(best: Workload) -> Iterator[Change]:
     """What is usually faster on a GPU, each with what belongs to it."""
     lower = PRECISIONS_TRIED.get(best.dtype, ())
@@ -80,7 +83,7 @@ def _groups(best: Workload) -> Iterator[Change]:
     else:
         yield {"dtype": "bf16-master", "optimizer": "adamw-one-launch"} if lower else {"optimizer": "adamw-one-launch"}
     yield _replay(best)
-    yield {"attention": PREFERRED["cuda"][0]}
+    yield OURS
     yield dict.fromkeys(best.parts, "fused")
     yield {"projections": "joint"}
 
@@ -380,6 +383,8 @@ class Search:
                 break
             if last.verdict == "refused" and any(words in last.why for words in ABSENT):
                 self.kept |= fields
+            elif fields == {"attention"} and OURS in usual:  # it takes no dropout; SDPA without a mask does
+                others.append({"attention": "sdpa"})
             tries, usual = len(self.tried), others
             self._go(together(usual), bench, tell)
             if len(self.tried) == tries:

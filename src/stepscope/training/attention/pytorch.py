@@ -292,10 +292,10 @@ def _mark(masking: Any) -> None:
         return None if inside is None else (*inside[:2], packed_sequence_mask)
 
     def both(*functions: Any) -> tuple[bool, int | None, Tensor | None] | None:
-        said = [_says(masking, each) for each in functions]
-        if len(said) != 2 or said[0] is None or said[1] is None:
+        one, other = map(functools.partial(_says, masking), functions) if len(functions) == 2 else (None, None)
+        if one is None or other is None:
             return None
-        (causal, window, packed), (also_causal, other_window, other_packed) = said
+        (causal, window, packed), (also_causal, other_window, other_packed) = one, other
         if None not in (window, other_window) or (packed is not None and other_packed is not None):
             return None
         return causal or also_causal, window or other_window, other_packed if packed is None else packed
