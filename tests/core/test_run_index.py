@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.core.errors import InputError
 from stepscope.core.run import Run
 from stepscope.core.run_directory import INDEX_FILE, RUN_FILE, load_runs, save_run, write_atomically
 from stepscope.runs import index as run_index
@@ -109,6 +110,17 @@ def test_a_run_that_was_changed_in_place_with_its_time_set_back_is_read_again(fo
     after = file.stat()
     assert (after.st_size, after.st_mtime_ns, after.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
     assert [run.tag for run in list_runs([folder], fewest=1).runs] == ["t0", "t1", "t9", "t3", "t4"]
+
+
+def test_samples_in_an_index_that_are_none_name_the_file_to_delete(folder: Path):
+    """By its checksum it is whole: somebody made it so."""
+    file = folder / INDEX_FILE
+    index = msgspec.msgpack.decode(file.read_bytes()[8:], type=run_index._Index)
+    index.entries[0].samples["step"] = msgspec.Raw(b"\x05")
+    payload = msgspec.msgpack.encode(index)
+    file.write_bytes(run_index._checksum(payload) + payload)
+    with pytest.raises(InputError, match=f"{INDEX_FILE} is damaged: delete it"):
+        answer_list(list_runs([folder], fewest=1).runs)
 
 
 @pytest.mark.parametrize("place", [999, -1])

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 
-from stepscope.core.answer import Cell, Doubted, Severity, worst
+from stepscope.core.answer import Cell, Doubted, Severity
 from stepscope.core.run import Run
 from stepscope.core.samples import Ratio, Samples
 from stepscope.core.units import GIB, MIB
@@ -62,13 +62,17 @@ _OF_TIMES = ("gpu-shared", "host-busy")
 def doubt_mark(*runs: Run | None, of_memory: bool = False) -> str:
     """`!` where an error doubts one of the runs that a figure was made of, `*` for a warning, else nothing. of_memory:
     whether the figure is one of memory."""
-    known = [run for run in runs if run is not None]
-    severity = worst(
-        finding for run in known for finding in run.findings if not of_memory or finding.kind not in _OF_TIMES
-    )
-    if severity is not None and severity in MARKS:
-        return MARKS[severity]
-    return MARKS["warning"] if any(run.status == "interrupted" for run in known) else ""
+    care = False
+    for run in runs:
+        if run is None:
+            continue
+        care = care or run.status == "interrupted"
+        for finding in run.findings:
+            if finding.severity in MARKS and not (of_memory and finding.kind in _OF_TIMES):
+                if finding.severity == "error":
+                    return MARKS["error"]
+                care = True
+    return MARKS["warning"] if care else ""
 
 
 def marked(figure: str, *runs: Run | None, of_memory: bool = False) -> str:

@@ -200,7 +200,7 @@ def _plain_table(table: Table) -> str:
     folds = False
     for i, head in enumerate(table.columns):
         texts = [printable(head), *_column_texts(table, i)]
-        sizes = [*map(_cells, texts)]
+        sizes = [*map(len if "".join(texts).isascii() else _cells, texts)]
         width = max(sizes)
         if unit_of(table, i) == PROSE and width > WIDEST_PROSE:
             width, folds = WIDEST_PROSE, True

@@ -12,10 +12,10 @@ import operator
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -33,7 +33,7 @@ from stepscope.core.run_directory import INDEX_FILE, RUN_FILE, SEARCH_FOLDERS, e
 from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Figures, Interval, Samples, figures_of
 from stepscope.core.workloads import Workload
 
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 FEWEST_RUNS = 100
 """A folder with fewer runs has no index: they are read in a moment, and the folder stays as it was."""
 _STALE_SHARE = 0.02
@@ -74,6 +74,32 @@ def known(samples: Samples) -> KnownSamples:
     return KnownSamples(values_s=(), clock=samples.clock, known=figures_of(samples))
 
 
+_Packed = dict[str, msgspec.Raw]
+_unpacked = msgspec.msgpack.Decoder(KnownSamples).decode
+
+
+class _Held(Mapping[str, KnownSamples]):
+    """The samples of a run in the index, each decoded when it is asked for: of many runs a list reads one."""
+
+    def __init__(self, packed: _Packed) -> None:
+        self.packed = packed
+
+    def __getitem__(self, name: str) -> KnownSamples:
+        try:
+            return _unpacked(self.packed[name])
+        except msgspec.DecodeError:  # whole by its checksum: somebody made it so
+            raise InputError(f"{INDEX_FILE} is damaged: delete it, and the runs themselves are read") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.packed)
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.packed
+
+
 @dataclass(frozen=True, kw_only=True)
 class Listing:
     """The runs of some places, oldest first, without what needs their samples one by one or their evidence whole."""
@@ -83,6 +109,9 @@ class Listing:
     """A line for each run that cannot be read."""
     notes: list[str]
     """What a person should know of the index."""
+
+
+_Place = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -102,16 +131,17 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
     repeat: Repeat | None
     beside: str | None
     status: Status
-    workload: int
-    settings: int
-    environment: int | None
-    device_spec: int | None
-    ceilings: int | None
-    work: int
-    findings: int
+    workload: _Place
+    settings: _Place
+    environment: _Place | None
+    device_spec: _Place | None
+    ceilings: _Place | None
+    work: _Place
+    findings: _Place
     during: GpuSamples | None
-    samples: dict[str, KnownSamples]
-    summary: dict[str, float | None]
+    samples: _Packed
+    """Of each KnownSamples."""
+    summary: msgspec.Raw
     memory: PhaseMemory | None
     profile: ProfiledStep | None
     compilation: CompileReport | None
@@ -135,14 +165,18 @@ _LISTS = {
     "ceilings": "ceilings", "work": "works", "findings": "findings",
 }  # fmt: skip
 """The fields of a run that stand once in the index, by the list that an entry's number is a place in."""
-_COPIED = ("id", "created", "tag", "sweep", "repeat", "beside", "status", "summary")
+_COPIED = ("id", "created", "tag", "sweep", "repeat", "beside", "status")
 """The fields of a run that each entry has of its own."""
 _EVIDENCE = ("memory", "profile", "compilation", "energy")
 """The evidence that lists and tables read."""
+_placed, _copied, _evidence = (operator.attrgetter(*names) for names in (_LISTS, _COPIED, _EVIDENCE))
 
 
-def list_runs(places: list[Path], tell: Told | None = None, *, fewest: int = FEWEST_RUNS) -> Listing:
+def list_runs(
+    places: list[Path], tell: Told | None = None, *, summaries: bool = False, fewest: int = FEWEST_RUNS
+) -> Listing:
     """Every readable run under the given places, as `load_runs` finds them, by the index where there is one.
+    summaries: whether the runs of the index have theirs.
 
     Raises InputError when a place does not exist.
     """
@@ -153,7 +187,7 @@ def list_runs(places: list[Path], tell: Told | None = None, *, fewest: int = FEW
     for place in places:
         if not exists(place):
             raise InputError(f"no runs at {place}: it does not exist")
-        folder = _Folder(place, fewest)
+        folder = _Folder(place, fewest, summaries)
         runs_of_folder, wrong = folder.read(loaded, tell)
         runs += runs_of_folder
         faults += wrong
@@ -168,6 +202,7 @@ class _Folder:
 
     place: Path
     fewest: int
+    summaries: bool
     notes: list[str] = field(default_factory=list[str])
 
     def read(self, loaded: set[str], tell: Told | None) -> tuple[list[Run], list[str]]:
@@ -180,7 +215,7 @@ class _Folder:
             indexed = len(files) >= self.fewest
         index = self._load() if indexed else {}
         root, start = os.path.realpath(self.place), len(f"{self.place}{os.sep}")
-        kept: list[tuple[tuple[str, os.stat_result], Run]] = []
+        kept: list[tuple[str, os.stat_result, Run, _Entry | None]] = []
         faults: list[str] = []
         fresh = 0
         for number, file in enumerate(files):
@@ -201,7 +236,7 @@ class _Folder:
                 and (at[0].size, at[0].mtime_ns, at[0].ctime_ns, at[0].inode)
                 == (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
             ):
-                kept.append(((relative, state), at[1]()))
+                kept.append((relative, state, at[1], at[0]))
                 continue
             try:
                 run = _slim(load_run(Path(file)))
@@ -211,17 +246,17 @@ class _Folder:
                 continue
             if state is not None:
                 # Stated before it was read: what is changed meanwhile has another time, and is read again.
-                kept.append(((relative, state), run))
+                kept.append((relative, state, run, None))
                 fresh += 1
             if tell is not None:
                 tell(number + 1, len(files))
-        runs = [run for _, run in kept]
+        runs = [run for _, _, run, _ in kept]
         gone = len(index) - (len(kept) - fresh)
         if indexed and max(fresh, gone) > _STALE_SHARE * len(files):
             self._write(kept)
         return runs, faults
 
-    def _load(self) -> dict[str, tuple[_Entry, Callable[[], Run]]]:
+    def _load(self) -> dict[str, tuple[_Entry, Run]]:
         """The runs that the index holds, by their paths; none where it cannot be read."""
         target = self.place / INDEX_FILE
         try:
@@ -240,20 +275,17 @@ class _Folder:
             if msgspec.msgpack.decode(payload, type=_Head).made_by != _made_by():
                 return {}
             index = msgspec.msgpack.decode(payload, type=_Index)
-            lists = [(name, len(getattr(index, of))) for name, of in _LISTS.items()]
-            places = ((getattr(entry, name), count) for entry in index.entries for name, count in lists)
-            if not all(place is None or 0 <= place < count for place, count in places):
-                raise ValueError("places")
-            return {entry.path: (entry, functools.partial(_run_of, entry, index)) for entry in index.entries}
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, InputError, RecursionError):
+            lists = [getattr(index, name) for name in _LISTS.values()]
+            return {entry.path: (entry, _run_of(entry, lists, self.summaries)) for entry in index.entries}
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, IndexError, InputError, RecursionError):
             self.notes.append(f"{target} was damaged: the runs themselves were read")
             return {}
 
-    def _write(self, kept: Iterable[tuple[tuple[str, os.stat_result], Run]]) -> None:
+    def _write(self, kept: Iterable[tuple[str, os.stat_result, Run, _Entry | None]]) -> None:
         target = self.place / INDEX_FILE
         index = _Index(made_by=_made_by())
         lists = {name: _Distinct(getattr(index, of)) for name, of in _LISTS.items()}
-        for (path, state), run in kept:
+        for path, state, run, entry in kept:
             where = run.environment
             values = {name: getattr(run, name) for name in _LISTS}
             if where is not None and where.during:
@@ -266,7 +298,8 @@ class _Folder:
                     ctime_ns=state.st_ctime_ns,
                     inode=state.st_ino,
                     during=where.during if where else None,
-                    samples={name: known(sample) for name, sample in run.samples.items()},
+                    samples=entry.samples if entry else {name: _packed(known(of)) for name, of in run.samples.items()},
+                    summary=entry.summary if entry else _packed(run.summary),
                     **{name: getattr(run, name) for name in _COPIED},
                     **{name: None if value is None else lists[name].place(value) for name, value in values.items()},
                     **{name: getattr(run.evidence, name) for name in _EVIDENCE},
@@ -278,6 +311,10 @@ class _Folder:
         except OSError as error:
             reason = error.strerror or error
             self.notes.append(f"cannot write {target}: {reason}; without it, runs are read one by one each time")
+
+
+def _packed(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(value))
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -351,19 +388,18 @@ def _slim(run: Run) -> Run:
     )
 
 
-def _run_of(entry: _Entry, index: _Index) -> Run:
-    """The run of an entry."""
-    places = {name: getattr(entry, name) for name in _LISTS}
-    shared: dict[str, Any] = {
-        name: None if place is None else getattr(index, _LISTS[name])[place] for name, place in places.items()
-    }
+def _run_of(entry: _Entry, lists: Sequence[list[Any]], summaries: bool) -> Run:
+    """The run of an entry, whose numbers are places in these lists."""
+    places = zip(_LISTS, lists, _placed(entry), strict=True)
+    shared: dict[str, Any] = {name: None if place is None else values[place] for name, values, place in places}
     if shared["environment"] is not None and entry.during is not None:
         shared["environment"] = msgspec.structs.replace(shared["environment"], during=entry.during)
     return Run(
-        **{name: getattr(entry, name) for name in _COPIED},
+        **dict(zip(_COPIED, _copied(entry), strict=True)),
         **shared,
-        samples=entry.samples,  # type: ignore[arg-type]  # KnownSamples are Samples; nobody writes into them
-        evidence=Evidence(**{name: getattr(entry, name) for name in _EVIDENCE}),
+        samples=_Held(entry.samples),  # type: ignore[arg-type]  # read as a dict is; nobody writes into them
+        summary=msgspec.msgpack.decode(entry.summary, type=dict[str, float | None]) if summaries else {},
+        evidence=Evidence(**dict(zip(_EVIDENCE, _evidence(entry), strict=True))),
     )
 
 

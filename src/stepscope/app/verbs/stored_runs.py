@@ -329,7 +329,7 @@ _QUIET_S = 2.0
 """Reading runs that takes longer says how far it is."""
 
 
-def listed_runs(places: list[Path] | None, runs: Path) -> list[Run]:
+def listed_runs(places: list[Path] | None, runs: Path, *, summaries: bool = False) -> list[Run]:
     """The readable runs of these places, oldest first; those left out, and why, are told on stderr.
 
     runs: the folder that is read where no place is named, and in which `last` is the run that began latest.
@@ -348,7 +348,7 @@ def listed_runs(places: list[Path] | None, runs: Path) -> list[Run]:
     from stepscope.runs.index import list_runs
 
     try:
-        listing = list_runs(places, tell)
+        listing = list_runs(places, tell, summaries=summaries)
     finally:
         gc.freeze()
         gc.enable()
@@ -376,7 +376,7 @@ def ls(
     shown: Presentation,
 ) -> None:
     """List runs, oldest first."""
-    everything = listed_runs(places, runs)
+    everything = listed_runs(places, runs, summaries=shown.json)
     kept = [run for run in everything if tag is None or run.tag == tag]
     if not kept and shown == Presentation():
         emit("no runs\n")
