@@ -151,6 +151,7 @@ def _batch(kind: str, config: Any, samples: int, length: int, seed: int) -> dict
 
 Way = dict[str, Any]
 
+_WHOLE: Way = {"precision": "masters", "graph": True}
 HAND: dict[str, Way] = {
     "autocast, eager": {"precision": "autocast"},
     "autocast, default": {"precision": "autocast", "compile": "default"},
@@ -164,17 +165,8 @@ HAND: dict[str, Way] = {
     "masters, eager, graph": {"precision": "masters", "graph": True},
     "masters, liger, default": {"precision": "masters", "compile": "default", "liger": True},
     "masters, liger without its loss, graph": {"precision": "masters", "graph": True, "liger": True},
-    "masters, liger without its loss, default, graph": {
-        "precision": "masters",
-        "compile": "default",
-        "graph": True,
-        "liger": True,
-    },
-    "masters, max-autotune-no-cudagraphs, graph": {
-        "precision": "masters",
-        "compile": "max-autotune-no-cudagraphs",
-        "graph": True,
-    },
+    "masters, liger without its loss, default, graph": {**_WHOLE, "compile": "default", "liger": True},
+    "masters, max-autotune-no-cudagraphs, graph": {**_WHOLE, "compile": "max-autotune-no-cudagraphs"},
     "autocast, max-autotune": {"precision": "autocast", "compile": "max-autotune"},
 }
 UNMASKED = "unmasked"
@@ -221,7 +213,7 @@ _DECODER = ("flash, joint, fused loss, default, graph", "flash, joint, fused los
 SHORT: dict[str, dict[str, tuple[str, ...]]] = {
     "llama-3.2-1b": {"hand": _BY_HAND, "ours": _DECODER},
     "qwen2.5-0.5b": {"hand": _BY_HAND, "ours": _DECODER},
-    # With dropout in attention, which ours has not; query, key and value are one product by themselves.
+    # Its attention has dropout, which a swap leaves to SDPA; query, key and value are one product by themselves.
     "gpt2-medium": {
         "hand": _BY_HAND,
         "ours": ("sdpa, fused loss, default, graph", "sdpa, fused loss, blocks, graph, under backward"),

@@ -383,7 +383,7 @@ class Search:
                 break
             if last.verdict == "refused" and any(words in last.why for words in ABSENT):
                 self.kept |= fields
-            elif fields == {"attention"} and OURS in usual:  # it takes no dropout; SDPA without a mask does
+            elif fields == {"attention"} and OURS in usual:  # dropout is left to SDPA, without a mask
                 others.append({"attention": "sdpa"})
             tries, usual = len(self.tried), others
             self._go(together(usual), bench, tell)
