@@ -847,6 +847,15 @@ def test_27_gradients_that_nobody_clips(optimizer: str):
     assert ("update-after-backward" in found) == bool(after)
 
 
+@pytest.mark.parametrize("optimizer", ["torchao.AdamW8bit", "adamw-fused"])
+def test_27_an_optimizer_whose_moments_share_a_scale(optimizer: Any):
+    run = observed(TrainingStep(mini(), CPU))
+    own = FactoryWorkload(factory="own.py:make", model=UserModel(name="Own"), optimizer=optimizer)
+    run = msgspec.structs.replace(run, workload=own)
+    found = kinds(run).get("moments-in-blocks")
+    assert found == (None if optimizer == "adamw-fused" else "note")
+
+
 def overflows(step: TrainingStep) -> None:
     """A gradient of this step is beyond fp16."""
     gradient = next(step.model.parameters()).grad

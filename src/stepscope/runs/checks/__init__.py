@@ -39,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     measurement.machine,
     measurement.model_changed,
     computation.update_after_backward,
+    computation.moments_in_blocks,
     measurement.profiled_step,
     loops.small_habits,
     measurement.device_limits,

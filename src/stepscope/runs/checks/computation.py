@@ -423,6 +423,18 @@ def update_after_backward(run: Run) -> Iterator[Finding]:
         )
 
 
+def moments_in_blocks(run: Run) -> Iterator[Finding]:
+    """[27] An optimizer whose moments share a scale with so many others that it is not AdamW."""
+    if run.workload.optimizer == "torchao.AdamW8bit" and run.workload.phase == "train":
+        yield note(
+            "moments-in-blocks",
+            "The optimizer keeps moments in blocks of 256 of 8 bits. Beside a gradient 10,000 times as large as its "
+            "neighbours' it moved these six times as far as AdamW does (torchao 0.18).",
+            remedy="compare the loss with that of adamw-fused before a long run",
+            evidence={"optimizer": run.workload.optimizer, "block": 256},
+        )
+
+
 def updates_made(run: Run) -> Iterator[Finding]:
     """[27] A step whose update was skipped has an optimizer phase of nothing; one on NaN or infinity trains nothing."""
     updates = run.evidence.updates
