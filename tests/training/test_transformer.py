@@ -239,6 +239,28 @@ def test_with_a_window_no_query_sees_keys_beyond_it(name: Attention):
     assert changed.nonzero().flatten().tolist() == [5, 6, 7, 8, 9]
 
 
+def test_a_softcap_that_is_nothing_leaves_all_keys_alike():
+    """As a query of zeros does, whose scores are zero."""
+    capped, zero = (build_model(mini(attention="reference", softcap=cap), "cpu") for cap in (1e-7, None))
+    zero.load_state_dict(capped.state_dict())
+    for block in zero.blocks:
+        torch.nn.init.zeros_(block.get_parameter("attention.query.weight"))
+    tokens = torch.randint(100, (2, 16))
+    torch.testing.assert_close(capped(tokens), zero(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_a_softcap_is_refused_where_nothing_computes_it():
+    with pytest.raises(InputError, match=r"attention sdpa takes no softcap, .*: choose one of reference"):
+        build_model(mini(attention="sdpa", softcap=30.0), "cpu")
+    with pytest.raises(InputError, match="parallel context computes attention without a softcap"):
+        mini(softcap=30.0, seq_len=16, parallel="context", ranks=2)
+    with pytest.raises(InputError, match="attention reference and a softcap is not predicted: choose one of flash"):
+        predicted_attention(mini(attention="reference", softcap=30.0), "cuda")
+    assert predicted_attention(mini(attention="auto", softcap=30.0), "cuda") == "flash"
+    with pytest.raises(InputError, match="softcap is 0: it must be a number above zero"):
+        mini(softcap=0)
+
+
 def test_a_window_is_refused_where_nothing_computes_it():
     with pytest.raises(InputError, match="attention sdpa-flash takes no sliding window: choose one of"):
         build_model(mini(attention="sdpa-flash", window=3), "cpu")

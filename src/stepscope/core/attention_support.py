@@ -72,7 +72,7 @@ def _call(workload: TextbookWorkload, device_type: str) -> parts.AttentionCall:
     return parts.AttentionCall(
         device_type=device_type, dtype=PRECISIONS[workload.dtype].tensors, head_dim=workload.model.head_dim,
         queries=workload.seq_len, keys=workload.seq_len, heads=workload.model.heads, key_heads=workload.model.key_heads,
-        window=workload.model.window, backward=workload.phase != "forward",
+        window=workload.model.window, scoring=workload.model.softcap is not None, backward=workload.phase != "forward",
     )  # fmt: skip
 
 
@@ -94,8 +94,9 @@ def predicted_attention(workload: TextbookWorkload, device_type: str) -> parts.A
         if name in predicted:
             return name
         step = "a step" if as_eager(workload) else "a compiled step"
-        window = "" if workload.model.window is None else " and a window"
-        said = f"the memory of {step} with attention {name}{window} is not predicted"
+        model = workload.model
+        with_ = " and a softcap" if model.softcap is not None else "" if model.window is None else " and a window"
+        said = f"the memory of {step} with attention {name}{with_} is not predicted"
     raise InputError(f"{said}: choose one of {', '.join(predicted)}")
 
 
@@ -104,7 +105,7 @@ def is_predicted(workload: Workload) -> TypeGuard[TextbookWorkload]:
     wherever that attention runs, and with parts that can be."""
     return (
         workload.sizes is not None
-        and workload.attention in (*(() if workload.model.window else (parts.AUTO,)), *_predicted(workload))
+        and workload.attention in (*((parts.AUTO,) if _is_plain(workload) else ()), *_predicted(workload))
         and unpredicted(workload) is None
     )
 
@@ -142,10 +143,14 @@ def unpredicted(workload: TextbookWorkload) -> str | None:
 def _predicted(workload: TextbookWorkload) -> list[parts.Attention]:
     steps = ("always", "eager") if as_eager(workload) else ("always",)
     # With a window the kernels in Triton make no mask; those written out make one, as long as no compiler does. Others
-    # run another kernel.
-    plain, eager = workload.model.window is None, as_eager(workload)
+    # run another kernel. With a softcap, of which no peak is known beside these kernels, they are the only ones.
+    plain, eager = _is_plain(workload), as_eager(workload) and workload.model.softcap is None
     return [
         name
         for name, record in parts.ATTENTIONS.items()
         if record.predicted in steps and (plain or record.compiler == "triton" or (eager and record.memory == "scores"))
     ]
+
+
+def _is_plain(workload: TextbookWorkload) -> bool:
+    return workload.model.window is None and workload.model.softcap is None

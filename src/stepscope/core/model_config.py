@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     window: int | None = None
     """How many keys a query sees in each layer: its own and those before it (sliding window, Beltagy et al. 2020);
     None: all of them."""
+    softcap: float | None = None
+    """The most that a score is, above or below zero: scores s are softcap tanh(s / softcap) (Gemma 2,
+    arXiv:2408.00118); None: as they are."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.+-]{1,100}", self.name):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -76,6 +80,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 msgspec.structs.force_setattr(self, "kv_heads", None)  # one experiment has one key
         if self.window is not None:
             whole_number(self.window, "window", 1, LARGEST)
+        if self.softcap is not None:
+            softcap = self.softcap
+            if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise InputError(f"softcap is {softcap!r}: it must be a number above zero")
+            msgspec.structs.force_setattr(self, "softcap", float(softcap))
         if not isinstance(self.tied, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"tied is {self.tied!r}: it must be true or false")
 
@@ -123,6 +132,7 @@ class ModelOptions(TypedDict, total=False):
     window: Annotated[
         int | None, Option("Keys that a query sees, its own and those before it: a sliding window.", MODEL, takes=int)
     ]
+    softcap: Annotated[float | None, Option("The most that tanh lets a score of attention be.", MODEL, takes=float)]
 
 
 _STATED = get_type_hints(ModelOptions, include_extras=True)
@@ -234,5 +244,6 @@ def configure(preset: str, **overrides: Unpack[ModelOptions]) -> ModelConfig:
         changed.pop("kv_heads")  # nothing is shared
     if not changed:
         return base
-    name = "+".join([base.name, *(field if size is True else f"{field}{size}" for field, size in changed.items())])
+    said = ("" if value is True else f"{value:g}" if isinstance(value, float) else value for value in changed.values())
+    name = "+".join([base.name, *map("{}{}".format, changed, said)])
     return msgspec.structs.replace(base, name=name, **changed)

@@ -487,8 +487,12 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"batch_size {self.batch_size}{of_rank} cannot be split into {self.accumulation} equal micro-batches: "
                 f"choose accumulation {near}"
             )
-        if strategy.splits == SEQUENCE and self.model.window is not None:
-            raise InputError(f"parallel {self.parallel} computes attention without a window: leave out --window")
+        if strategy.splits == SEQUENCE:
+            for field in ("window", "softcap"):
+                if getattr(self.model, field) is not None:
+                    raise InputError(
+                        f"parallel {self.parallel} computes attention without a {field}: leave out --{field}"
+                    )
         if strategy.attentions and self.attention not in strategy.attentions:
             raise InputError(
                 f"--parallel {self.parallel} does not spread attention {self.attention}: choose --attention "

@@ -182,8 +182,8 @@ def make_fake_step(workload: TextbookWorkload) -> TrainingStep:
     # above. A module of fake tensors cannot be converted to bf16, but it can be made so.
     stand_in = msgspec.structs.replace(
         workload,
-        # A fused kernel makes no tensors for a window: it reads no mask.
-        model=workload.model if written_out else msgspec.structs.replace(workload.model, window=None),
+        # A fused kernel makes no tensors for a window or a softcap: it reads no mask.
+        model=workload.model if written_out else msgspec.structs.replace(workload.model, window=None, softcap=None),
         dtype="fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype,
         attention=attention if written_out else "sdpa",
         compile="eager",

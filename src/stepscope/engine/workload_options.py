@@ -279,6 +279,7 @@ _SAID_IN_A_FILE = {
     "--vocabulary": "vocab_size=N",
     "--tied": "tie_word_embeddings=true",
     "--window": "sliding_window=N",
+    "--softcap": "attn_logit_softcapping=N",
 }
 """Fields of most config.json files of Hugging Face that say what an option says of the textbook's model."""
 

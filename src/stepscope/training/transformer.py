@@ -10,7 +10,8 @@ Shape legend: B batch, S sequence, M d_model, F d_ff, H heads, D head_dim, V voc
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +107,9 @@ class CausalSelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.window = config.window
         self.rotary = rotary
-        self.attention = attention
+        # Only attentions that have a softcap take the argument.
+        of_scores: dict[str, Any] = {} if config.softcap is None else {"softcap": config.softcap}
+        self.attention: AttentionFunction = partial(attention, **of_scores) if of_scores else attention
         self.fused_rotary, self.joint = parts.rope, parts.projections
         self.query = nn.Linear(config.d_model, config.d_model, bias=False, device=device)
         self.key = nn.Linear(config.d_model, config.key_width, bias=False, device=device)

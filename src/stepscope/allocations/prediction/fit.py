@@ -466,8 +466,8 @@ def _levers(workload: Workload) -> Iterator[Lever]:
     """The levers that this workload has left, those that cost nothing first. Groups of
     checkpointed blocks are not among them (`_groups`): of those the search takes the best."""
     if workload.attention is not None and scores_of(workload.attention) == "whole":
-        windowed = workload.sizes is not None and workload.sizes.window is not None  # PyTorch's would make a mask of it
-        yield (setting("fused attention", "--attention", "flash" if windowed else "sdpa"),)
+        ours = workload.sizes and (workload.sizes.window or workload.sizes.softcap)  # of PyTorch's a mask, and nothing
+        yield (setting("fused attention", "--attention", "flash" if ours else "sdpa"),)
     if workload.optimizer in ("adamw-foreach", "adamw-loop"):
         yield (setting("fused AdamW", "--optimizer", "adamw-fused"),)
     if workload.dtype in ("fp32", "tf32"):
