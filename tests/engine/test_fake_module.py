@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -639,6 +640,17 @@ def test_plans_are_judged_by_the_same_prediction(file: Path):
     assert not verdict.fits and verdict.plans
     assert all(plan.peak_bytes <= budget.usable_bytes - (verdict.kept_free_bytes or 0) for plan in verdict.plans)
     assert any("--checkpointing" in plan.options or "--accumulation" in plan.options for plan in verdict.plans)
+
+
+def test_a_variant_with_another_optimizer_is_joined_of_two_steps_and_peaks_as_its_own(file: Path):
+    workload = own(file, "deep", arguments={"batch_size": 4096})
+    tried: list[str] = []
+    predictor = fake_module.FakePredictor(workload, "cuda", None, lambda stage: tried.append(stage.name))
+    for more in ({"dtype": "bf16"}, {"accumulation": 2, "checkpointing": "every-1"}):
+        changed = msgspec.structs.replace(workload, optimizer="adamw-bf16-state", **more)
+        assert predictor.peak(changed) == fitted(changed).estimate.peak_bytes
+    options = ["--dtype bf16", "--optimizer adamw-bf16-state", "--accumulation 2 --checkpointing every-1"]
+    assert [name for name in tried if name.startswith("trying")] == [f"trying {each}" for each in options]
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "every-1"])

@@ -43,12 +43,9 @@ from stepscope.training.user_module.loading import UnfilledParameters, default_o
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
 from stepscope.training.user_module.user_code import describe_module, named_tensors, resized, with_tensors
 
-# Predicts a step's memory on a GPU by running it on fake tensors: without a GPU, without memory, in a few seconds.
-#
 # This is the second of two predictions that know nothing of each other. `allocations/prediction/estimate.py` adds up
-# formulas, tensor by tensor; here nobody says what is saved: the step itself runs, with the model's own code and
-# PyTorch's autograd, and its allocations are watched (`recording/fake_memory.py`). They then go through the simulated
-# allocator, which both predictions share, as they share the size of cuBLAS' workspace.
+# formulas, tensor by tensor; here the step itself runs, with the model's own code and PyTorch's autograd, and its
+# allocations are watched (`recording/fake_memory.py`). Both share the simulated allocator and cuBLAS' workspace.
 #
 # Compared with runs on an H200 (results/h200: plain, optimizer, tf32, kernels), every phase's peak is within 0.4 %, and
 # many are equal to the byte. What differs is the allocator's remainders: a request keeps up to 1 MiB beyond its size,
@@ -220,14 +217,6 @@ _PAGED_FROM = 100_000
 """Elements of a parameter from which an optimizer of bitsandbytes pages its states."""
 
 
-@dataclasses.dataclass
-class _Moment:
-    """The allocator's count at the highest point of a phase."""
-
-    allocated: int = 0
-    event: int = 0
-
-
 def replayed(watched: WatchedStep, allocator: Allocator | None = None) -> FakeEstimate:
     """Play the events through the allocator, PyTorch's on a GPU if left out; returns the last step's figures.
 
@@ -260,28 +249,28 @@ def at_peak(watched: WatchedStep, allocator: Allocator | None = None) -> tuple[F
                 allocated -= blocks[index][1]
         counts.append(allocated)
         reserved.append(getattr(allocator, "reserved", 0))
-    peaks: dict[str, _Moment] = {}
+    peaks: dict[str, tuple[int, int]] = {}  # of each phase the highest count, and the event that made it
     saved: list[int] = []
     for phase in watch.phases:
         # The phase begins with the event before it, which may be its highest moment.
         event = max(range(phase.start - 1, phase.end), key=counts.__getitem__)
-        if phase.name not in peaks or counts[event] > peaks[phase.name].allocated:
-            peaks[phase.name] = _Moment(allocated=counts[event], event=event)
+        if phase.name not in peaks or counts[event] > peaks[phase.name][0]:
+            peaks[phase.name] = (counts[event], event)
         if phase.name == FORWARD:
             saved.append(counts[phase.end - 1] - counts[phase.start - 1])
     start = watch.phases[0].start - 1
     memory = PhaseMemory(
         parameter_bytes=watched.parameter_bytes,
         after_parameters=counts[start],
-        forward_peak=peaks[FORWARD].allocated,
+        forward_peak=peaks[FORWARD][0],
         saved_for_backward=max(saved) if BACKWARD in peaks else None,
-        backward_peak=peaks[BACKWARD].allocated if BACKWARD in peaks else None,
-        optimizer_peak=peaks[OPTIMIZER].allocated if OPTIMIZER in peaks else None,
+        backward_peak=peaks[BACKWARD][0] if BACKWARD in peaks else None,
+        optimizer_peak=peaks[OPTIMIZER][0] if OPTIMIZER in peaks else None,
         reserved_peak=max(reserved[start:]),
     )
-    peak_phase = max(peaks, key=lambda name: peaks[name].allocated)
+    peak_phase = max(peaks, key=lambda name: peaks[name][0])
     alive: set[int] = set()
-    for event in watch.events[: peaks[peak_phase].event + 1]:
+    for event in watch.events[: peaks[peak_phase][1] + 1]:
         if event >= 0:
             alive.add(event)
         else:
@@ -665,7 +654,8 @@ class FakePredictor:
         self._unseen = self.estimate.unseen
 
     def peak(self, workload: FactoryWorkload) -> int | None:
-        return self._peak(self._variant(workload))
+        watched = self._variant(workload)
+        return None if watched is None else self._estimate(watched).peak_bytes
 
     def fits(self, workload: FactoryWorkload, budget: Budget, *, quickly: bool = False) -> bool:
         return self._runs(self._variant(workload), budget)
@@ -724,6 +714,8 @@ class FakePredictor:
         """The step of a variant; None if it cannot be made."""
         workload = msgspec.structs.replace(workload, model=UserModel(name=""))
         key = (msgspec.json.encode(workload), batch)
+        if key not in self._watched and batch is None and (joined := self._joined(workload)) is not None:
+            self._watched[key] = joined
         if key not in self._watched:
             self._tell_of(workload, batch)
             begun_s = time.perf_counter()
@@ -733,6 +725,20 @@ class FakePredictor:
                 self._watched[key] = None
             self._seconds.append(time.perf_counter() - begun_s)
         return self._watched[key]
+
+    def _joined(self, workload: FactoryWorkload) -> WatchedModule | None:
+        """The step of a variant with another optimizer and more: its forward and backward as with the optimizer that
+        was asked about, and its updates as of the asked step with the other; None where they are not told apart."""
+        asked = msgspec.structs.replace(self.workload, model=UserModel(name=""))
+        rest = msgspec.structs.replace(workload, optimizer=asked.optimizer)
+        updates = msgspec.structs.replace(asked, optimizer=workload.optimizer)
+        if workload in (rest, updates):
+            return None
+        of_rest, of_updates = self._variant(rest), self._variant(updates)
+        if of_rest is None or of_updates is None:
+            return None
+        watch = of_rest.watch.with_updates_of(of_updates.watch, self.first.watch, STEPS_BEFORE)
+        return None if watch is None else dataclasses.replace(of_rest, watch=watch)
 
     def _words(self, workload: FactoryWorkload, batch: int | None) -> str:
         """What differs from the step that was asked about, as options."""
@@ -753,9 +759,6 @@ class FakePredictor:
                 fraction=min(done / self.expected, 0.95) if self.expected else None,
             )
         )
-
-    def _peak(self, watched: WatchedModule | None) -> int | None:
-        return None if watched is None else self._estimate(watched).peak_bytes
 
     def _runs(self, watched: WatchedModule | None, budget: Budget) -> bool:
         return watched is not None and self._fails_in(watched, budget) is None
@@ -814,9 +817,8 @@ class FakePredictor:
         if units is None:
             near = guess if more else self._near(guess, first, of, budget)
             units = largest(near, lambda units: self._runs(of(units), budget))
-        units_of_budget = units * unit
         # Beyond the end of the search nothing is known but that the size that was asked about fits.
-        return max(units_of_budget, start) if self.fails_in(budget) is None else units_of_budget
+        return max(units * unit, start) if self.fails_in(budget) is None else units * unit
 
     def _room(self, larger: FakeEstimate, smaller: FakeEstimate, span: int, budget: Budget) -> int:
         """How much larger than the larger of two steps, whose sizes are so far apart, one may be that fits, if the peak

@@ -10,6 +10,7 @@ accumulators of fused attention's. CuBLAS' workspace is counted once for forward
 
 import contextlib
 import contextvars
+import copy
 import functools
 import itertools
 import logging
@@ -188,6 +189,73 @@ class FakeMemory(TorchDispatchMode):
     def begun(self) -> list[tuple[int, list[FakePhase]]]:
         """`steps`, and as if one more began now: last are all events, and the phases of the last step."""
         return [*self.steps, (len(self.events), self.phases)]
+
+    def with_updates_of(self, other: "FakeMemory", asked: "FakeMemory", steps: int) -> "FakeMemory | None":
+        """A copy whose first steps have another's optimizer phases, where both differ from `asked`: this one in all but
+        these phases, and the other in them. None where these phases and the rest are not told apart so."""
+        mine, others, both = (each._updates_apart(steps) for each in (self, other, asked))
+        if mine is None or others is None or both is None or mine[1] != both[1] or others[0] != both[0]:
+            return None
+        copied = copy.copy(self)
+        copied.allocations, copied.events, copied.steps, copied.sums = [], [], [self.steps[0]], {}
+        updates = (other.events[start:end] for name, start, end in other._parts_of(steps) if name == OPTIMIZER)
+        places: dict[tuple[FakeMemory, int], int] = {}
+        phases: list[FakePhase] = []
+        for name, start, end in self._parts_of(steps):
+            source, first, events = self, len(copied.events), self.events[start:end]
+            gradients = {self.allocations[~event].name: ~event for event in events if event < 0}
+            if name == OPTIMIZER:
+                source, events = other, next(updates)
+            for event in events:
+                index, key = max(event, ~event), (source, max(event, ~event))
+                if event >= 0:
+                    places[key] = len(copied.allocations)
+                    copied.allocations.append(source.allocations[index])
+                    if source.sums and index in source.sums:
+                        copied.sums[places[key]] = source.sums[index]
+                elif key not in places:  # a gradient, which has its parameter's name
+                    key = (self, gradients[source.allocations[index].name])
+                copied.events.append(places[key] if event >= 0 else ~places[key])
+            if name is None:
+                copied.steps.append((len(copied.events), phases))
+                phases = []
+            elif name:
+                phases.append(FakePhase(name=name, start=first, end=len(copied.events)))
+        copied.phases = copied.steps.pop()[1]
+        return copied
+
+    def _parts_of(self, steps: int) -> Iterator[tuple[str | None, int, int]]:
+        """The events of the first steps in their order, by phases: the name of each, empty between them and None at a
+        step's end, and where it begins and ends."""
+        at = 0
+        for end, phases in self.begun[1 : steps + 1]:
+            for phase in phases:
+                yield "", at, phase.start
+                yield phase.name, phase.start, phase.end
+                at = phase.end
+            yield None, at, end
+            at = end
+
+    def _updates_apart(self, steps: int) -> "tuple[list[Any], list[Any]] | None":
+        """What the first steps allocate and release outside their optimizer phases, and in them; None where one of the
+        two releases what the other has allocated, but for named gradients."""
+        apart: tuple[list[Any], list[Any]] = ([], [])
+        numbers: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        for name, start, end in self._parts_of(steps):
+            of = name == OPTIMIZER
+            for event in self.events[start:end]:
+                made = self.allocations[max(event, ~event)]
+                if event >= 0:
+                    numbers[of][event] = len(numbers[of])
+                    apart[of].append((made.operator, made.nbytes, made.on_device))
+                elif ~event in numbers[of]:
+                    apart[of].append(numbers[of][~event])
+                elif of and made.category == "gradients" and made.name:
+                    apart[of].append(("released", made.name, made.nbytes))
+                else:
+                    return None
+            apart[of].append(name)
+        return apart
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Count these tensors as allocated now, in the order given: they were made before the mode was entered."""

@@ -549,8 +549,7 @@ def _price(change: Change, workload: Workload, extra_flops: float | None) -> str
     return "moments rounded to 16 bits" if value == "adamw-bf16-state" else words.get(field, flops)
 
 
-MOST_PLANS = 6
-MOST_GPUS = 1024
+MOST_PLANS, MOST_GPUS = 6, 1024
 
 
 class _Search(Generic[W]):
@@ -589,7 +588,8 @@ class _Search(Generic[W]):
             if len(self._sufficient) >= 2:
                 break
             for levers in itertools.combinations(self._levers, count):
-                self._try(levers)
+                if len(self._sufficient) < MOST_PLANS or self._predictor.workload.sizes is not None:
+                    self._try(levers)  # else the first are shown, since no formula tells their FLOPs apart
         plans = [self._plan(self._with_most_blocks(changes)) for changes in self._sufficient]
         plans.sort(key=lambda plan: (plan.extra_flops_fraction or 0, plan.options.count("--")))
         return plans[:MOST_PLANS] + self._sharded()
