@@ -4,7 +4,10 @@ Captures of many cells are too large to keep with the results. Their digests are
 made from them.
 """
 
+import gzip
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -19,7 +22,6 @@ from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.summary import AttentionRow, KernelRow, PhaseSummary, TraceSummary
 from stepscope.traces.readers.kineto import read_kineto
-from stepscope.traces.readers.nsys import read_nsys
 from stepscope.traces.table import TraceTable
 
 # Reads any capture that stepscope knows, told apart by its content rather than its name.
@@ -39,10 +41,22 @@ def read_trace(path: Path, *, launch_sizes: bool = True) -> TraceTable:
             with capture.open("rb") as file:
                 head = file.read(64)
             check_no_pointer(capture, head)
+        if _is_json(capture, head):
+            return read_kineto(capture)
+        from stepscope.traces.readers.nsys import read_nsys  # noqa: PLC0415  (NumPy takes a while)
+
         table = read_nsys(capture, head, launch_sizes=launch_sizes)
         return table if table is not None else read_kineto(capture)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _is_json(path: Path, head: bytes) -> bool:
+    """Whether a file that begins with `head` is JSON, also in gzip; a report of nsys is one by its name."""
+    if head.startswith(b"\x1f\x8b"):
+        with suppress(OSError, EOFError, zlib.error), gzip.open(path) as file:
+            head = file.read(len(head))
+    return head.lstrip()[:1] in (b"{", b"[") and path.suffix not in (".nsys-rep", ".qdrep", ".qdstrm")
 
 
 def find_capture(path: Path) -> Path:
