@@ -249,8 +249,8 @@ def test_attention_backward_as_recorded(operator: str, shapes: list, dtypes: lis
     assert (work.bytes_read, work.bytes_written) == (5 * rows * 64 * 2 + rows * 4, 3 * rows * 64 * 2)
 
 
-def test_flash_attention_over_documents_has_no_work():
-    """Their lengths are values, which are not recorded. A capture may be older than that argument."""
+def test_flash_attention_over_documents_has_no_work_and_a_bias_is_read():
+    """Lengths of documents are values, which are not recorded. A capture may be older than that argument."""
     shapes, dtypes = [[2, 12, 512, 64]] * 3 + [[], [], []], ["c10::BFloat16"] * 3 + ["Scalar", "Scalar", ""]
 
     def work(*bounds: tuple[list[int], str]) -> Work | None:
@@ -262,6 +262,8 @@ def test_flash_attention_over_documents_has_no_work():
     assert full and full.flops == 4 * 2 * 12 * 512 * 512 * 64 // 2
     assert work(([], "")) == full
     assert work(([2, 2, 512], "int")) is None
+    biased = work(*[([], "")] * 4, ([12, 1023], "float"))  # by distance
+    assert biased and biased.bytes_read == full.bytes_read + 12 * 1023 * 4
 
 
 @pytest.mark.parametrize(
