@@ -189,7 +189,7 @@ def test_the_two_conventions_beyond_the_largest():
 
 
 def test_the_study_names_both_conventions_and_the_one_that_this_torch_uses():
-    found = study_formats(value="500")
+    found = study_formats(value="500", device="cpu")
     becomes = {row[0]: (row[1], row[5]) for row in found.table("What becomes of 500").rows}
     assert becomes["fp8-e4m3, not saturating"][1] == "overflows"
     assert becomes["fp8-e4m3, saturating"] == (448, "cut off at the largest")

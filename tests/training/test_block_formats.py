@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS
-from stepscope.training.scaled_products import SCALE_RULES, ScaleRule, round_blocks, round_to
+from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS, SCALE_RULES, ScaleRule, round_block
+from stepscope.training.scaled_products import round_blocks, round_to
 
 FEW_BITS = [name for name, form in FORMATS.items() if form.code_bits <= 8 and form.top != "scale"]
 
@@ -37,6 +37,23 @@ def test_stochastic_rounding_is_right_on_average_and_one_of_two_neighbours():
 
 def block(form: str, *values: float, rule: ScaleRule = "floor") -> list[float]:
     return round_blocks(torch.tensor([values]), BLOCK_FORMATS[form], rule=rule)[0].tolist()
+
+
+@pytest.mark.parametrize("name", BLOCK_FORMATS)
+def test_a_block_by_arithmetic_is_the_tensors_bit_for_bit(name: str):
+    """Of all magnitudes that fp32 has: the arithmetic is what `study formats` shows, without PyTorch."""
+    form, draw = BLOCK_FORMATS[name], torch.Generator().manual_seed(0)
+    powers = 2.0 ** torch.linspace(-149, 120, 60, dtype=torch.float64)
+    normal = torch.randn(60, form.size or 32, dtype=torch.float64, generator=draw)
+    worst = [[0.0, -0.0], [1e-7, 1.0], [math.inf, 1.0], [math.nan, 1.0], [-0.0, 2.0**-149]]
+    for values in [*(normal * powers[:, None]).float().tolist(), *worst]:
+        for rule in SCALE_RULES if form.powers_of_two else SCALE_RULES[:1]:
+            ours, theirs = torch.tensor(round_block(values, form, rule)), torch.tensor(block(name, *values, rule=rule))
+            assert torch.equal(ours.isnan(), theirs.isnan()), values
+            assert torch.equal(ours.nan_to_num().view(torch.int32), theirs.nan_to_num().view(torch.int32)), (
+                rule,
+                values,
+            )
 
 
 def test_a_scale_by_each_rule_by_hand():

@@ -23,6 +23,8 @@ A block is so many numbers of few bits that share a scale: MX by 32, with a powe
 """
 
 import math
+import struct
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -265,3 +267,64 @@ MULTIPLIED_BLOCKS = tuple(name for name, form in BLOCK_FORMATS.items() if form.e
 def block_format(name: str) -> BlockFormat:
     """The block format of this name, or an InputError that lists them."""
     return BLOCK_FORMATS[choose(name, tuple(BLOCK_FORMATS), "block format")]
+
+
+# One block by arithmetic, as `training/scaled_products.py` rounds tensors of them: every step in fp32.
+
+
+ScaleRule = Literal["floor", "even", "up", "square"]
+"""How a power of two is chosen for a block. floor: the exponent of the largest magnitude less that of the largest
+number, which cuts off what is then beyond it (MX 1.0, section 6.3); even: so, of the largest magnitude rounded to the
+bits of an element; up: the least that cuts off nothing; square: of floor's and its two neighbours, that of the least
+squared error."""
+
+SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "even", "up", "square")
+
+_TINY = 2.0**-126
+"""The smallest normal number of fp32: a scale is at least this."""
+
+
+def _fp32(value: float) -> float:
+    """The nearest number of fp32, of what is not beyond it."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def round_block(values: Sequence[float], form: BlockFormat, rule: ScaleRule = "floor") -> list[float]:
+    """Numbers of fp32, all of them one block and one tensor, as the numbers of fp32 that they become."""
+    element, largest = FORMATS[form.element], max(map(abs, values), default=0.0)
+    if not all(map(math.isfinite, values)):
+        return [math.nan] * len(values)
+    if form.powers_of_two:
+        powers = _powers(largest, element, rule)
+        tried = [_scaled(values, element, 2.0**-power, 2.0**power) for power in powers]
+        return min(tried, key=lambda found: sum((a - b) ** 2 for a, b in zip(found, values, strict=True)))
+    if not form.tensor_scale:
+        scale = max(_TINY, _fp32(largest * _fp32(1 / element.largest)))
+        return [_fp32(_nearest(_fp32(value / scale), element) * scale) for value in values]
+    of_tensor = max(_TINY, _fp32(largest / (FORMATS[form.scale].largest * element.largest)))
+    of_block = _nearest(_fp32(_fp32(largest / element.largest) / of_tensor), FORMATS[form.scale])
+    scale = _fp32(of_block * of_tensor)
+    return [_fp32(_nearest(_fp32(value / (scale or math.inf)), element) * scale) for value in values]
+
+
+def _powers(largest: float, element: FloatFormat, rule: ScaleRule) -> tuple[int, ...]:
+    """Exponents of the scale by a rule; several where the errors choose."""
+    (bits,) = struct.unpack("i", struct.pack("f", largest))
+    if rule == "even":
+        bits += 1 << (22 - element.significand_bits)
+    power = (bits >> 23) - 127 - element.largest_exponent
+    if rule == "up":
+        power += largest > element.largest * 2.0 ** max(-127, power)
+    moves = (-1, 0, 1) if rule == "square" else (0,)
+    return tuple(max(-127, min(127, power + move)) for move in moves)
+
+
+def _scaled(values: Sequence[float], element: FloatFormat, divided: float, scale: float) -> list[float]:
+    return [_fp32(_nearest(_fp32(value * divided), element) * scale) for value in values]
+
+
+def _nearest(value: float, number: FloatFormat) -> float:
+    """The nearest number of a format, ties to even, and the largest beyond it: quickly, of a finite value."""
+    exponent = max(math.frexp(value)[1] - 1, number.smallest_exponent) if value else number.smallest_exponent
+    unit = 2.0 ** (exponent - number.significand_bits)
+    return math.copysign(min(number.largest, abs(round(value / unit) * unit)), value)

@@ -7,18 +7,26 @@ Formats of blocks are tried on numbers of the standard normal distribution: its 
 number is then another; and many blocks at random tell what each rule for the scale costs.
 """
 
+import itertools
 import math
+import platform
+import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from decimal import Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
+
+import stepscope
 from stepscope.core.answer import Answer, Cell, Finding, Table, note
 from stepscope.core.errors import InputError
 from stepscope.core.figures import Figure, digits
-from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS, BlockFormat, FloatFormat
+from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS, SCALE_RULES, BlockFormat, FloatFormat, round_block
 from stepscope.core.options import DEVICES, MEASURING, NUMBERS, Option
+from stepscope.questions.answers import table_by
 from stepscope.questions.question import Question
 
 if TYPE_CHECKING:
@@ -86,18 +94,18 @@ _LONGEST = 1_000
 
 Value = Annotated[str | None, Option("What does each format make of this number? As in 1e-7.", NUMBERS)]
 Device = Annotated[
-    str,
-    Option("Where PyTorch casts --value to 8 bits: auto, cpu, cuda or cuda:N.", MEASURING, complete=DEVICES),
+    str | None,
+    Option(
+        "Where PyTorch casts to 8 bits, too, --value among them: auto, cpu, cuda or cuda:N.",
+        MEASURING,
+        complete=DEVICES,
+    ),
 ]
 
 
-def study_formats(*, value: Value = None, device: Device = "cpu") -> Answer:
+def study_formats(*, value: Value = None, device: Device = None) -> Answer:
     """Range, precision and codes of every number format, from its bits; and what formats of blocks make of a block."""
-    from stepscope.questions.answers import computed_answer, processor_name, table_by
-    from stepscope.recording.environment import resolve_device
-
-    chosen, number = resolve_device(device), None
-    conventions = {name: cast_convention(name, chosen) for name in EIGHT_BITS}
+    number = None
     tables = [
         table_by("Formats", FORMATS.values(), _PROPERTIES),
         _codes(),
@@ -119,7 +127,6 @@ def study_formats(*, value: Value = None, device: Device = "cpu") -> Answer:
                 "fp16_epsilon": fp16.epsilon,
             },
         ),
-        _which_convention(conventions, chosen),
     ]
     if value is not None:
         number, exact = _number(value)
@@ -135,19 +142,38 @@ def study_formats(*, value: Value = None, device: Device = "cpu") -> Answer:
     in_block, found = _in_a_block(value or OUTLIER, float(OUTLIER) if number is None else number)
     tables.append(in_block)
     findings.append(found)
+    answer = Answer(
+        study="formats",
+        question="What can each floating format hold?" if value is None else f"What does each format make of {value}?",
+        device="arithmetic",
+        date=datetime.now(UTC).date().isoformat(),
+        versions={"stepscope": stepscope.__version__, "python": platform.python_version()},
+        settings={} if value is None else {"value": value},
+        tables=tuple(tables),
+        findings=tuple(findings),
+    )
+    return answer if device is None else _with_casts(answer, device, number)
+
+
+def _with_casts(answer: Answer, device: str, number: float | None) -> Answer:
+    """The answer, and what PyTorch's casts to 8 bits make of a number on a device."""
+    import torch
+
+    from stepscope.questions.answers import processor_name
+    from stepscope.recording.environment import resolve_device
+
+    chosen = resolve_device(device)
+    conventions = {name: cast_convention(name, chosen) for name in EIGHT_BITS}
     casts: dict[str, Callable[[str], Cell]] = {"format": str, "beyond the largest": conventions.__getitem__}
     if number is not None:  # as fp32 has it, which training casts from
         in_fp32 = FORMATS["fp32"].round(number)
         casts["makes of the number"] = lambda name: cast([in_fp32], name, chosen)[0]
-    tables.append(table_by(CASTS, EIGHT_BITS, casts))
-    return computed_answer(
-        chosen,
-        study="formats",
-        question="What can each floating format hold?" if value is None else f"What does each format make of {value}?",
-        device=f"arithmetic; casts on {processor_name(chosen)}",
-        settings={} if value is None else {"value": value},
-        tables=tables,
-        findings=findings,
+    return msgspec.structs.replace(
+        answer,
+        device=f"{answer.device}; casts on {processor_name(chosen)}",
+        versions={**answer.versions, "torch": str(torch.__version__)},
+        tables=(*answer.tables, table_by(CASTS, EIGHT_BITS, casts)),
+        findings=(*answer.findings, _which_convention(conventions, chosen)),
     )
 
 
@@ -166,22 +192,28 @@ def _codes() -> Table:
 
 def _rules() -> Table:
     """The error of normal numbers in formats whose scales are powers of two, by the rule that chooses them."""
-    import torch
-
-    from stepscope.training.scaled_products import SCALE_RULES, round_blocks
-
-    values = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
-    rows = [
-        (form.name, *(digits(_error(values, round_blocks(values, form, rule=rule))) for rule in SCALE_RULES))
-        for form in BLOCK_FORMATS.values()
-        if form.powers_of_two
-    ]
+    draw, fp32 = random.Random(0), FORMATS["fp32"]
+    blocks = [[fp32.round(draw.gauss(0, 1)) for _ in range(32)] for _ in range(256)]
+    rows: list[tuple[Cell, ...]] = []
+    for form in (form for form in BLOCK_FORMATS.values() if form.powers_of_two):
+        errors: list[Cell] = []
+        for rule in SCALE_RULES:
+            rounded = [number for block in blocks for number in round_block(block, form, rule)]
+            errors.append(digits(_error([*itertools.chain(*blocks)], rounded)))
+        rows.append((form.name, *errors))
     title = "Error of normal numbers by the rule for the scale, %"
     return Table(title=title, columns=("format", *SCALE_RULES), rows=tuple(rows))
 
 
-def _error(values: "torch.Tensor", rounded: "torch.Tensor") -> float:
-    return float(100 * (rounded.double() - values).norm() / values.double().norm())
+def _error(values: Sequence[float], rounded: Sequence[float]) -> float:
+    if not all(map(math.isfinite, rounded)):
+        return math.nan
+    return 100 * math.dist(values, rounded) / math.hypot(*values)
+
+
+def _vanished(values: Sequence[float], rounded: Sequence[float]) -> Figure:
+    gone = sum(after == 0 != before for before, after in zip(values, rounded, strict=True))
+    return digits(100 * gone / len(values))
 
 
 _QUOTED = ("mxfp8", "mxfp4", "nvfp4")
@@ -190,23 +222,17 @@ _QUOTED = ("mxfp8", "mxfp4", "nvfp4")
 
 def _in_a_block(value: str, number: float) -> tuple[Table, Finding]:
     """What a number becomes in a block of normal ones, and what it does to them."""
-    import torch
-
-    from stepscope.training.scaled_products import round_blocks
-
     rows: list[tuple[Cell, ...]] = []
     named: dict[str, Figure] = {}
+    fp32 = FORMATS["fp32"]
     for form in BLOCK_FORMATS.values():
         count = form.size or 128
-        normal = [statistics.NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
-        plain = torch.tensor([normal])
-        beside = torch.tensor([[number, *normal[1:]]])
-        rounded = round_blocks(beside, form)
-        others, kept = beside[:, 1:], rounded[:, 1:]
-        without = round_blocks(plain, form)[:, 1:]
-        lost = [digits(float(100 * ((part == 0) & (others != 0)).double().mean())) for part in (kept, without)]
-        errors = (digits(_error(others, part)) if part.isfinite().all() else math.nan for part in (kept, without))
-        rows.append((form.name, float(rounded[0, 0]), *lost, *errors))
+        normal = [fp32.round(statistics.NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
+        becomes, *kept = round_block([fp32.round(number), *normal[1:]], form)
+        others, without = normal[1:], round_block(normal, form)[1:]
+        lost = [_vanished(others, part) for part in (kept, without)]
+        errors = (digits(error) if math.isfinite(error := _error(others, part)) else error for part in (kept, without))
+        rows.append((form.name, becomes, *lost, *errors))
         if form.name in _QUOTED:
             named[form.name] = lost[0]
     columns = (

@@ -40,7 +40,7 @@ from torch.utils.weak import TensorWeakRef
 
 from stepscope.core.attention_support import triton_fault
 from stepscope.core.errors import InputError
-from stepscope.core.float_formats import FORMATS, BlockFormat, FloatFormat
+from stepscope.core.float_formats import FORMATS, BlockFormat, FloatFormat, ScaleRule
 from stepscope.core.precisions import check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.recording.precision import scaled_mm
 from stepscope.recording.step import Recorder
@@ -196,14 +196,6 @@ def _scaled(tensor: Tensor, dtype: torch.dtype, over: int | None) -> tuple[Tenso
 # Tensors rounded to numbers of few bits in blocks.
 
 
-ScaleRule = Literal["floor", "even", "up", "square"]
-"""How a power of two is chosen for a block. floor: the exponent of the largest magnitude less that of the largest
-number, which cuts off what is then beyond it (MX 1.0, section 6.3); even: so, of the largest magnitude rounded to the
-bits of an element; up: the least that cuts off nothing; square: of floor's and its two neighbours, that of the least
-squared error."""
-
-SCALE_RULES: tuple[ScaleRule, ...] = ("floor", "even", "up", "square")
-
 _EXPONENT, _FIRST_EXPONENT = 0x7F800000, 127
 """The bits of fp32's exponent, and its bias."""
 _AT_ONCE = 1 << 14
@@ -307,7 +299,8 @@ def _by_powers(tiles: Tensor, largest: Tensor, element: FloatFormat, rule: Scale
     if rule != "square":
         return rounded(power)
     choices = torch.stack([rounded(power + move) for move in (-1, 0, 1)])
-    errors = (choices - tiles).square().sum((2, 4), keepdim=True)
+    # In units of the scale: the squares of small numbers would vanish in fp32.
+    errors = (choices - tiles).mul_(_power_of_two(-power)).square_().sum((2, 4), keepdim=True)
     best = errors.argmin(0, keepdim=True).expand(1, *tiles.shape)
     return choices.gather(0, best).squeeze(0)
 
