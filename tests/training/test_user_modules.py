@@ -598,6 +598,33 @@ def test_a_model_made_of_its_configuration(tmp_path: Path, fields: dict[str, Any
     assert observation.blocks_again == blocks and observation.covers_batch and observation.distinct_batches == 4
 
 
+@pytest.mark.parametrize(
+    ("fields", "shapes"),
+    [
+        (
+            {
+                "model_type": "audio-spectrogram-transformer",
+                "architectures": ["ASTForAudioClassification"],
+                "max_length": 64,
+                "num_mel_bins": 32,
+                **dict.fromkeys(("hidden_size", "intermediate_size"), 24),
+            },
+            {"input_values": (2, 64, 32), "labels": (2,)},
+        ),
+        (
+            {"model_type": "electra", "architectures": ["ElectraForPreTraining"], "hidden_size": 24, "vocab_size": 50},
+            {"input_ids": (2, 8), "labels": (2, 8)},
+        ),
+    ],
+)
+def test_the_batch_is_of_the_shapes_that_the_class_reads(tmp_path: Path, fields: dict[str, Any], shapes: Any):
+    pytest.importorskip("transformers")
+    factory = configuration(tmp_path, {**fields, "num_hidden_layers": 1, "num_attention_heads": 4})
+    own = load_factory(factory, {"batch_size": 2, "seq_len": 8}).user_module
+    assert own is not None and {name: tuple(tensor.shape) for name, tensor in own.batches[0].items()} == shapes
+    own.module(**own.batches[0]).loss.backward()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architectures", [None, ["LlavaForConditionalGeneration"]])
 def test_no_part_of_a_configuration_has_a_dtype_of_its_own(tmp_path: Path, architectures: Any):

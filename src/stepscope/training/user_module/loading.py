@@ -200,7 +200,11 @@ _INPUTS: dict[str, Callable[[Any, int, int], Tensor]] = {
     "input_features": lambda config, samples, _length: torch.randn(
         samples, config.num_mel_bins, 2 * config.max_source_positions
     ),
-    "input_values": lambda _config, samples, length: torch.randn(samples, length),
+    "input_values": lambda config, samples, length: (
+        torch.randn(samples, config.max_length, config.num_mel_bins)  # a spectrogram
+        if hasattr(config, "num_mel_bins")
+        else torch.randn(samples, length)
+    ),
 }
 """What makes the input of a model, by the name of its main input."""
 
@@ -216,6 +220,9 @@ _LABELS: dict[str, Callable[[Any, int, int], dict[str, Tensor]]] = {
     "ForSequenceClassification": _classes,
     "ForImageClassification": _classes,
     "ForAudioClassification": _classes,
+    "ForCTC": lambda c, n, _s: {"labels": torch.randint(1, c.vocab_size, (n, 1))},
+    "ViTMAEForPreTraining": lambda _c, _n, _s: {},  # whose loss is of its own input
+    "ElectraForPreTraining": lambda _c, n, s: {"labels": torch.randint(2, (n, s))},
 }
 """What makes the labels, by the end of the class' name."""
 
