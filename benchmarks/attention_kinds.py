@@ -39,6 +39,7 @@ SHAPES = ((64, 16), (128, 8))
 KINDS = ("causal", f"window {WINDOW}", f"{DOCUMENTS} documents", f"softcap {SOFTCAP:g}", "sinks", "slopes")
 TRAINED = ("trained slopes", "bias by distance", "bias of heads")
 PACKED = KINDS[:3]
+SIDES = ("flash", "triton", "flex", "varlen", "efficient")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -218,11 +219,11 @@ def main(out: Path, length: int, rounds: int, kinds: Sequence[str]) -> None:
             print(line(row), flush=True)
 
 
-def line(row: dict[str, Any]) -> str:
-    """A row of the table."""
+def line(row: dict[str, Any], names: Sequence[str] = SIDES) -> str:
+    """A row of the table, with a column for each of these sides."""
     cells = [row["kind"], str(row["head_dim"])]
     ours = statistics.median(row["sides"]["flash"]["both_ms"])
-    for name in ("flash", "triton", "flex", "varlen", "efficient"):
+    for name in names:
         side = row["sides"].get(name, {})
         if not side.get("both_ms"):
             cells.append("refused" if "refused" in side else "")
@@ -239,9 +240,10 @@ def show(path: Path) -> None:
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
     print(f"{document['device']}, {versions}; one row of {document['seq_len']:,} positions, bf16, causal")
     print("ms of forward, then of forward and backward; times flash's forward and backward\n")
-    print("| kind | head_dim | flash | triton | flex | varlen | efficient |\n|---|---|---|---|---|---|---|")
+    names = [name for name in SIDES if any(name in row["sides"] for row in document["rows"])]
+    print(f"| kind | head_dim | {' | '.join(names)} |\n|{'---|' * (2 + len(names))}")
     for row in document["rows"]:
-        print(line(row))
+        print(line(row, names))
 
 
 if __name__ == "__main__":
