@@ -778,7 +778,7 @@ class FakeMemoryOfOwn(FakeMemory):
         if tensor.dtype == torch.bool and _distribution_checks():
             return True
         why = "reads a value that depends on the weights, as .item(), float() and a condition do"
-        raise self._refused(func, f"{why}: leave it out of the step, and let a loss stay a tensor")
+        raise self._refused(func, f"{why}: leave it out, let a loss stay a tensor, or measure: stepscope run")
 
     def _at_most(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The largest output that an operator may have, where its shape depends on data."""
