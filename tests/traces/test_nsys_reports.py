@@ -12,6 +12,7 @@ import pytest
 from stepscope.core.profilers import find_nsys
 from stepscope.traces.captures.digest import read_trace
 from tests.captures import nsys_tables, write_sqlite
+from tests.engine.test_sweep import wait_for
 from tests.traces.test_nsys_reader import one_step, refused
 
 
@@ -78,6 +79,20 @@ def test_what_a_killed_reader_leaves_is_deleted_by_the_next(tmp_path: Path, monk
     assert (left / "capture.sqlite").is_file()
     assert read_trace(report).work.height == 2
     assert not [*temporary.iterdir()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems end no process with its parent")
+def test_the_exporter_of_a_killed_reader_ends(tmp_path: Path):
+    nsys, started = tmp_path / "nsys", tmp_path / "started"
+    nsys.write_text(f'#!/bin/sh\necho $$ >"{started}.part"; mv "{started}.part" "{started}"; exec sleep 600\n')
+    nsys.chmod(0o755)
+    exporting = "import sys; from pathlib import Path; from stepscope.core.profilers import export_report\n"
+    exporting += "export_report(*map(Path, sys.argv[1:]))"
+    reader = subprocess.Popen([sys.executable, "-c", exporting, nsys, "report", "sqlite"])
+    wait_for(started.exists)
+    reader.kill()
+    reader.wait()
+    wait_for(lambda: not Path("/proc", started.read_text().strip(), "exe").exists())
 
 
 @pytest.mark.nsys

@@ -1,9 +1,12 @@
 """NVIDIA's Nsight Systems on this machine: where its programs lie, and what they make of a capture."""
 
+import ctypes
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -83,6 +86,17 @@ def last_words(output: str) -> str:
     return one_line(Exception(chosen[-1])) if chosen else ""
 
 
+_LIBC = ctypes.CDLL(None)
+"""Loaded before any fork."""
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """Have the system end this process with its parent, however that ends; Linux alone can."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _run(command: list[str], target: Path, environment: dict[str, str]) -> None:
     try:
         done = subprocess.run(
@@ -94,6 +108,7 @@ def _run(command: list[str], target: Path, environment: dict[str, str]) -> None:
             timeout=TIMEOUT_S,
             stdin=subprocess.DEVNULL,
             check=False,
+            preexec_fn=_end_with_parent,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StepscopeError(f"{command[0]}: {one_line(error)}") from None
