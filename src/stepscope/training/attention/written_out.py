@@ -128,10 +128,8 @@ def reference(
             exponentials_BHST = torch.exp(scores_BHST - maximum_BHS1)
         else:
             exponentials_BHST = torch.exp(scores_BHST)
-        sums_BHS1 = exponentials_BHST.sum(dim=-1, keepdim=True)
-        if bias is not None:
-            sums_BHS1 = sums_BHS1.masked_fill(sums_BHS1 == 0, 1)
-        weights_BHST = exponentials_BHST / sums_BHS1
+        # The sums have no name either: without a graph they go before the output is made.
+        weights_BHST = exponentials_BHST / _sums(exponentials_BHST, bias)
     if sinks is not None:
         weights_BHST = weights_BHST[..., :-1]
     if dropout:
@@ -152,6 +150,12 @@ def _changed(
         distance_ST = (query_S1 - torch.arange(keys, device=slopes.device)).abs()
         scores_BHST = scores_BHST - slopes.to(scores_BHST.dtype)[:, None, None] * distance_ST
     return scores_BHST if bias is None else scores_BHST + bias.to(scores_BHST.dtype)
+
+
+def _sums(exponentials_BHST: Tensor, bias: Tensor | None) -> Tensor:
+    """The sums of rows (B, H, S, 1); 1 where a bias hides all keys."""
+    sums_BHS1 = exponentials_BHST.sum(dim=-1, keepdim=True)
+    return sums_BHS1 if bias is None else sums_BHS1.masked_fill(sums_BHS1 == 0, 1)
 
 
 def of_distances(bias: Tensor, keys: int) -> Tensor:
