@@ -13,6 +13,7 @@ installed. No mend was made for those of HELD_BACK: nobody looked into their blo
 
 import argparse
 import concurrent.futures
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -36,6 +37,8 @@ import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
 from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.core.errors import StepscopeError
@@ -342,6 +345,53 @@ class LowRank(nn.Module):
         return self.frozen(x) + F.linear(F.linear(F.dropout(x, 0.05), self.a), self.b)
 
 
+class Attending(nn.Module):
+    """A causal decoder whose attention is FlexAttention, PyTorch's `varlen_attn`, or few learned queries of all
+    positions (Jaegle et al. 2021), with grouped keys; its logits are [batch, length, vocabulary]."""
+
+    def __init__(self, kind: str, layers: int = 6, width: int = 768, latents: int = 64) -> None:
+        super().__init__()
+        self.kind, self.embed, self.head = kind, nn.Embedding(16384, width), nn.Linear(width, 16384)
+        self.q, self.kv, self.out, self.up, self.down = (
+            nn.ModuleList(nn.Linear(a, b) for _ in range(layers))
+            for a, b in ((width, width), (width, 512), (width, width), (width, 4 * width), (4 * width, width))
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * layers))
+        self.latents = nn.Parameter(torch.randn(latents, width)) if kind == "pooled" else None
+        self.flex: Any = torch.compile(flex_attention)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        known = x = self.embed(ids)
+        if self.latents is not None:
+            x = self.latents.expand(len(ids), -1, -1)
+        norms = zip(self.norms[::2], self.norms[1::2], strict=True)
+        for q, kv, out, up, down, (first, second) in zip(
+            self.q, self.kv, self.out, self.up, self.down, norms, strict=True
+        ):
+            context = known if self.latents is not None else first(x)
+            x = x + out(self.attend(q(first(x)), *kv(context).chunk(2, -1)))
+            x = x + down(F.gelu(up(second(x))))
+        return self.head(x)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of 12 heads of queries and 4 of keys; q, k, v and the output are [batch, length, width]."""
+        (batch, queries, width), keys = q.shape, k.shape[1]
+        heads = [t.unflatten(-1, (-1, 64)) for t in (q, k, v)]
+        if self.kind == "varlen":
+            borders = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * queries
+            packed = [t.repeat_interleave(12 // t.shape[2], 2).flatten(0, 1).to(torch.bfloat16) for t in heads]
+            packed_q, packed_k, packed_v = packed
+            made: Any = varlen_attn(packed_q, packed_k, packed_v, borders, borders, queries, keys, window_size=(-1, 0))
+            return made.reshape(batch, queries, width).to(q.dtype)
+        mask = None if self.kind == "pooled" else create_block_mask(_causal, None, None, queries, keys, q.device)
+        made = self.flex(*(t.transpose(1, 2) for t in heads), block_mask=mask, enable_gqa=True)
+        return made.transpose(1, 2).flatten(2)
+
+
+def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return i >= j
+
+
 class Recurrent(nn.Module):
     """An LSTM as a language model, by cuDNN's kernels."""
 
@@ -415,6 +465,24 @@ def _lora(batch: int) -> Any:
     return model, inputs
 
 
+def _attending(kind: str, batch: int) -> Any:
+    """Its loss takes the logits as [batch, vocabulary, length], as PyTorch's documentation does: a view."""
+    length = 64 if kind == "pooled" else 512
+    of = Attending(kind), (torch.randint(3, 16384, (batch, 512)), torch.randint(3, 16384, (batch, length)))
+    return *of, lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels)
+
+
+def _compiled(batch: int, blocks: bool) -> Any:
+    """PyTorch's encoder, compiled as a whole or block by block, with inductor's defaults."""
+    model = TorchEncoder()
+    if blocks:
+        for layer in model.encoder.layers:
+            layer.compile()
+    else:
+        model.compile()
+    return _ids(model, batch)
+
+
 PLAIN: dict[str, Any] = {
     "dit": _dit,
     "unet": _unet,
@@ -422,6 +490,9 @@ PLAIN: dict[str, Any] = {
     "torch-encoder": lambda batch: _ids(TorchEncoder(), batch),
     "mixer": lambda batch: (Mixer(), (torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))), F.cross_entropy),
     "lora": _lora,
+    **{kind: functools.partial(_attending, kind) for kind in ("flex", "pooled", "varlen")},
+    "compiled": lambda batch: _compiled(batch, blocks=False),
+    "compiled-blocks": lambda batch: _compiled(batch, blocks=True),
 }
 NAMES = [*MODELS, *PLAIN]
 

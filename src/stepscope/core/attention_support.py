@@ -111,8 +111,8 @@ def is_predicted(workload: Workload) -> TypeGuard[TextbookWorkload]:
 
 
 def as_eager(workload: Workload) -> bool:
-    """Whether a step's memory is predicted as that of an eager one: compiled block by block, it keeps about as much,
-    and more is kept free."""
+    """Whether a step's memory is predicted from operations as PyTorch calls them; compiled block by block, it keeps at
+    most as much, and more is kept free."""
     return workload.compile in ("eager", "blocks")
 
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -34,7 +34,8 @@ from stepscope.allocations.prediction.symbolic_tensors import (
     Tape,
     Tensor,
 )
-from stepscope.core.attention_support import as_eager, unpredicted
+from stepscope.core.attention_support import as_eager, predicted_attention, unpredicted
+from stepscope.core.checkpointing import group_of
 from stepscope.core.device_spec import DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CATEGORIES, MemoryCategory
@@ -48,7 +49,7 @@ from stepscope.core.parts import ATTENTIONS, REFERENCE, Attention
 from stepscope.core.precisions import PRECISIONS, check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
-from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload, Workload
+from stepscope.core.workloads import GRAPH_WARMUP, NOT_PARALLEL, OF_ONE_LAUNCH, TextbookWorkload, Workload
 
 WORKSPACE_BYTES = 32 * MIB
 """What cuBLAS is given for each thread that asks it for matrix products, on Hopper
@@ -148,7 +149,54 @@ def symbolic_model(workload: TextbookWorkload, device_type: DeviceType) -> Symbo
         check_scaled_rows(workload.micro_batch_size * workload.seq_len)
     if any(name != REFERENCE for name in workload.parts.values()):
         return FusedSymbolicModel(workload, device_type)
+    if blocks_are_known(workload):
+        return CompiledBlocks(workload, device_type)
     return (SymbolicModel if as_eager(workload) else CompiledSymbolicModel)(workload, device_type)
+
+
+def blocks_are_known(workload: TextbookWorkload) -> bool:
+    """Whether what compiled blocks keep is predicted: of PyTorch's parts alone, in a process of its own. Others are
+    predicted as they run without a compiler."""
+    scaled, run_again = PRECISIONS[workload.dtype].scaled, group_of(workload.checkpointing) is not None
+    return (
+        workload.compile == "blocks"
+        and workload.projections == "apart"
+        and not scaled
+        and (workload.checkpointing == "none" or run_again)
+        and workload.parallel == NOT_PARALLEL
+        and all(name == REFERENCE for name in workload.parts.values())
+        and ATTENTIONS[predicted_attention(workload, "cuda")].predicted == "always"
+        and workload.model.window is None
+    )
+
+
+class CompiledBlocks(CompiledSymbolicModel):
+    """The symbolic model of a step whose blocks are compiled one by one; the rest runs op by op.
+
+    As measured on an H200 with PyTorch 2.11 in four dtypes and attentions (results/h200/fit-choices): a block's graph
+    keeps what a whole one keeps of it, but under autocast the output of one norm, which backward computes again.
+    """
+
+    def _outside(self) -> SymbolicModel:
+        """The same model, its parameters too, as it runs outside of blocks."""
+        outside = object.__new__(SymbolicModel)
+        vars(outside).update(vars(self))
+        return outside
+
+    def _branch(self, tape: Tape, x: Tensor, weight: Parameter, module: Callable[[Tape, Tensor], Tensor]) -> Tensor:
+        if self.sizes.residual == self.sizes.products or not weight.name.endswith("attention_norm.weight"):
+            return super()._branch(tape, x, weight, module)
+        normal = self._norm(tape, x, weight)
+        normal.storage = x.storage
+        return self._add(tape, x, module(tape, normal))
+
+    def head(self, tape: Tape, x: Tensor) -> Tensor:
+        """The logits, not compiled."""
+        return self._outside().head(tape, x)
+
+    def loss(self, tape: Tape, logits: Tensor) -> Tensor:
+        """The cross-entropy, not compiled."""
+        return self._outside().loss(tape, logits)
 
 
 _CHUNK = 1024

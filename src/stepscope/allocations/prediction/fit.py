@@ -102,8 +102,8 @@ KEPT_FREE_FOR_CUSTOM, KEPT_FREE_FOR_GROUPED = 0.1, 0.01
 it is compiled; and if FlexAttention's query heads share keys, of which a measured step needed 0.85 % more."""
 
 OF_COMPILED_PARTS = (
-    "What is under torch.compile is predicted as it runs without: what compiled kernels keep and take is unknown, and "
-    f"{100 * KEPT_FREE_FOR_CUSTOM:g} % more of the memory is kept free."
+    "What is under torch.compile is predicted as it runs without, but for blocks of PyTorch's parts alone, whose kept "
+    f"tensors were measured. {100 * KEPT_FREE_FOR_CUSTOM:g} % more of the memory is kept free for what kernels take."
 )
 
 CONVOLUTION_WORKSPACE_BYTES = 72 * MIB

@@ -891,5 +891,8 @@ def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | No
         raise InputError(
             f"no run in {', '.join(map(str, folders))} has measured peaks: measure on a GPU, as `stepscope sweep` does"
         )
-    answer = answer_accuracy(accuracy)
-    shown.show(answer, document=lambda: json_document(accuracy), save=save)
+    known = {one.run_id for one in (*accuracy.comparisons, *accuracy.apart)}
+    if left := [run.id for run in (*runs, *others) if run.status == "done" and run.id not in known]:
+        named = ", ".join(left[:3]) + (", ..." if len(left) > 3 else "")
+        warn(f"left out, without a measured peak or not predicted by formulas: {counted(len(left), 'run')}, {named}")
+    shown.show(answer_accuracy(accuracy), document=lambda: json_document(accuracy), save=save)
