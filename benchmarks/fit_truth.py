@@ -388,6 +388,20 @@ class Attending(nn.Module):
         return made.transpose(1, 2).flatten(2)
 
 
+class Normed(nn.Module):
+    """Products of RMSNorm's outputs, each added to its input."""
+
+    def __init__(self, width: int = 1024, layers: int = 8) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(layers))
+        self.products = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, product in zip(self.norms, self.products, strict=True):
+            x = x + product(norm(x))
+        return x
+
+
 def _causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
     return i >= j
 
@@ -491,6 +505,7 @@ PLAIN: dict[str, Any] = {
     "mixer": lambda batch: (Mixer(), (torch.randn(batch, 3, 224, 224), torch.randint(1000, (batch,))), F.cross_entropy),
     "lora": _lora,
     **{kind: functools.partial(_attending, kind) for kind in ("flex", "pooled", "varlen")},
+    "rms-norm": lambda batch: (Normed(), tuple(torch.randn(2, 512 * batch, 1024)), F.mse_loss),
     "compiled": lambda batch: _compiled(batch, blocks=False),
     "compiled-blocks": lambda batch: _compiled(batch, blocks=True),
 }

@@ -44,7 +44,7 @@ BENCHMARKS = (
     "benchmarks/published.py", "benchmarks/ranks.py", "benchmarks/processes.py", "benchmarks/sweep.py",
     "benchmarks/command.py", "benchmarks/killed_node.py", "benchmarks/many_runs.py", "tests/recorded.py",
     "benchmarks/compare_equal_pairs.py", "benchmarks/fit_truth.py", "benchmarks/reading.py",
-    "benchmarks/attention_kinds.py", "benchmarks/fit.py",
+    "benchmarks/attention_kinds.py", "benchmarks/fit.py", "benchmarks/own_step.py",
 )  # fmt: skip
 STUDIES_OF_ARITHMETIC = ("formats", "accumulation")
 AT_LENGTH = {"llama3-405B"}
