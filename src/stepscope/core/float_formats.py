@@ -261,7 +261,7 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
 """Formats of blocks by name. `nvfp4-square` has weights in squares of 16, so that both passes see the same numbers."""
 
 MULTIPLIED_BLOCKS = tuple(name for name, form in BLOCK_FORMATS.items() if form.element.startswith("fp"))
-"""Those whose products hardware has: of floating-point elements."""
+"""Formats of blocks whose products hardware has: their elements are floating-point numbers."""
 
 
 def block_format(name: str) -> BlockFormat:

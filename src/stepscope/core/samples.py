@@ -329,7 +329,7 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     largest_s: float | None
     interval: Interval | None
     percentiles_s: tuple[float | None, ...]
-    """As FEWEST_FOR_PERCENTILE names them."""
+    """Seconds at each percentile that FEWEST_FOR_PERCENTILE names, in its order; None where samples are too few."""
 
 
 def figures_of(samples: Samples) -> Figures:

@@ -140,7 +140,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
     findings: _Place
     during: GpuSamples | None
     samples: _Packed
-    """Of each KnownSamples."""
+    """The run's KnownSamples by name, not decoded yet."""
     summary: msgspec.Raw
     memory: PhaseMemory | None
     profile: ProfiledStep | None

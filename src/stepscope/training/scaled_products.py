@@ -511,7 +511,7 @@ class OperandSizes(Recorder):
     left: dict[str, str] = field(default_factory=dict[str, str])
     """Why others do not, by path."""
     flops: int = 0
-    """Of the products in blocks of the last step, with what is computed again."""
+    """FLOPs of the last step's products in blocks, with those that are computed again."""
     _last: tuple["weakref.ref[Any]", tuple[int, ...], TensorWeakRef] | None = None
     """The storage and the shape of the input that was last kept, and it in the format."""
 

@@ -65,7 +65,7 @@ class Scoring(NamedTuple):
 
     @property
     def bias_strides(self) -> tuple[int, int, int]:
-        """Those of the batch, the head and the query."""
+        """The bias's strides of the batch, the head and the query, in elements."""
         if self.bias is None:
             return 0, 0, 0
         if self.bias.dim() == 2:
