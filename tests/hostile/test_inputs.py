@@ -82,7 +82,7 @@ def test_a_report_is_refused_for_want_of_nsys_where_there_is_no_home(tmp_path: P
     capture.write_bytes(b"NSYS")
     tmp_path.chmod(0o755)
     program = (
-        "import os, sys\nfrom stepscope.app.cli import app\n"
+        "import os, sys\nimport stepscope.traces.readers.nsys\nfrom stepscope.app.cli import app\n"
         "asked, sys.argv = sys.argv, ['stepscope', 'trace', '/dev/null']\n"  # this user may not read the libraries
         "try:\n    app.main()\nexcept SystemExit:\n    sys.argv = asked\n"
         "os.chdir(sys.argv.pop(1))\nos.setuid(54321)\nos.environ.pop('HOME', None)\nos.environ['PATH'] = '/nowhere'\n"
