@@ -284,6 +284,7 @@ def _states(watch: "FakeMemory") -> dict[MemoryCategory, int]:
 
 
 _RATES_SAID = ("bf16", "fp8", "fp6", "fp4")
+"""The datasheet's rates that the Answer names."""
 
 
 def textbook_in_blocks(
@@ -354,6 +355,7 @@ def answer_in_blocks(
 
 
 _STATES: tuple[MemoryCategory, ...] = ("parameters", "frozen quantised weights", "gradients", "optimizer state")
+"""What a step holds whatever the format of its operands, in the order in which it is named."""
 
 
 def least_product_s(row: InBlocks, dtype: Dtype, spec: DeviceSpec) -> float | None:

@@ -187,7 +187,7 @@ class CompiledBlocks(CompiledSymbolicModel):
         if self.sizes.residual == self.sizes.products or not weight.name.endswith("attention_norm.weight"):
             return super()._branch(tape, x, weight, module)
         normal = self._norm(tape, x, weight)
-        normal.storage = x.storage
+        normal.storage = x.storage  # what its products keep for backward is their input's input, which is there
         return self._add(tape, x, module(tape, normal))
 
     def head(self, tape: Tape, x: Tensor) -> Tensor:
