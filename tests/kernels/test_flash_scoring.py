@@ -110,7 +110,7 @@ def test_a_bias_by_hand():
     bias = torch.tensor([[1.0, 3.0, 5.0]], device=DEVICE).log().requires_grad_()  # of the distances -1, 0 and 1
     out = flash_attention(q, k, v, causal=True, bias=bias)
     assert torch.allclose(out.detach()[0, 0, :, 0], torch.tensor([4.0, 7.0], device=DEVICE))
-    # Of 16 numbers: 1/4 (4 - 7), and 3/4 (8 - 7).
+    # dS is P (dP - D), summed over 16 numbers a row: 16 * 1/4 (4 - 7) = -12, and 16 * 3/4 (8 - 7) = 12.
     (gradient,) = torch.autograd.grad(out.sum(), [bias])
     assert torch.allclose(gradient, torch.tensor([[-12.0, 12.0, 0.0]], device=DEVICE))
 

@@ -41,7 +41,7 @@ def block(form: str, *values: float, rule: ScaleRule = "floor") -> list[float]:
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_a_block_by_arithmetic_is_the_tensors_bit_for_bit(name: str):
-    """Of all magnitudes that fp32 has: the arithmetic is what `study formats` shows, without PyTorch."""
+    """`study formats` rounds by arithmetic, without PyTorch: held equal at all magnitudes that fp32 has."""
     form, draw = BLOCK_FORMATS[name], torch.Generator().manual_seed(0)
     powers = 2.0 ** torch.linspace(-149, 120, 60, dtype=torch.float64)
     normal = torch.randn(60, form.size or 32, dtype=torch.float64, generator=draw)

@@ -245,7 +245,7 @@ def in_blocks(
                 words = f"{path}: {why}" if why else "its step calls none"
                 whose = f"no linear layer of {found.workload.name} takes operands in {sizes.form.name}"
                 raise InputError(f"{whose} ({words}): change the sizes")
-        # Of many micro-batches a few were run.
+        # Where a step has many micro-batches, the prediction runs only a few of them.
         times = workload.accumulation / sum(phase.name == FORWARD for phase in found.first.watch.phases)
         work = {phase: each.flops for phase, each in counts.work.items()}
         others = sum(work.values()) + (times - 1) * (work.get(FORWARD, 0) + work.get(BACKWARD, 0))

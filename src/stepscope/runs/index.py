@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 
@@ -397,7 +397,7 @@ def _run_of(entry: _Entry, lists: Sequence[list[Any]], summaries: bool) -> Run:
     return Run(
         **dict(zip(_COPIED, _copied(entry), strict=True)),
         **shared,
-        samples=_Held(entry.samples),  # type: ignore[arg-type]  # read as a dict is; nobody writes into them
+        samples=cast("dict[str, Samples]", _Held(entry.samples)),  # it is read as a dict is, and never written into
         summary=msgspec.msgpack.decode(entry.summary, type=dict[str, float | None]) if summaries else {},
         evidence=Evidence(**dict(zip(_EVIDENCE, _evidence(entry), strict=True))),
     )

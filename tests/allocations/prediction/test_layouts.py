@@ -59,7 +59,7 @@ def test_a_stage_of_one_rank_is_the_step_of_one_gpu(compiled: str, checkpointing
 
 
 def test_operands_in_blocks_are_kept_and_rounded_by_hand():
-    """Of T tokens r = T d, f = T d_ff: in 16 bits a block keeps both norms' outputs and silu(gate) * up, 2 (2 r + f)
+    """For T tokens, r = T d, f = T d_ff: in 16 bits a block keeps both norms' outputs and silu(gate) * up, 2 (2 r + f)
     bytes, in a format (3 r + f) numbers; each of two tensor parallel ranks half. Rounding reads 16 bits of a layer's
     operands, x and w in forward, dy and w in backward, and writes them in the format. The sums of gradients of both
     norms' outputs are in place, since no product gives a view."""

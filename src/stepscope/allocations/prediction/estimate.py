@@ -178,7 +178,7 @@ class CompiledBlocks(CompiledSymbolicModel):
     """
 
     def _outside(self) -> SymbolicModel:
-        """The same model, its parameters too, as it runs outside of blocks."""
+        """This model, with the same parameters, run op by op: for what lies outside of its blocks."""
         outside = object.__new__(SymbolicModel)
         vars(outside).update(vars(self))
         return outside

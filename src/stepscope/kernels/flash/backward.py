@@ -513,7 +513,7 @@ def flash_bias_gradients(
         head = program // (key_tiles * row_tiles) % heads
         length = 1
         count = 1 if OF_BATCHES else batches
-    # Of all pairs of a tile: the distance of keys from queries.
+    # The least and the largest distance of a key from a query in the tile.
     least = (key_tile - row_tile) * BLOCK - (BLOCK - 1)
     most = least + 2 * (BLOCK - 1)
     if CAUSAL:

@@ -438,7 +438,7 @@ class PlainTable:
                 at = page[12 : 12 + 2 * cells].view(">u2").astype(np.int64)
                 _need(not cells or at.max() + 4 <= self._usable)
                 at = np.append(at, 8)  # the last child stands in the page's head
-                below.append(sum(page[at + byte].astype(np.int64) << 24 - 8 * byte for byte in range(4)))  # type: ignore[arg-type]
+                below.append(page[at[:, None] + np.arange(4)].view(">u4")[:, 0].astype(np.int64))
             level = np.concatenate(below)
         raise NotPlainError
 
