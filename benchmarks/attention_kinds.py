@@ -208,13 +208,18 @@ def measure(kind: str, head_dim: int, heads: int, length: int, rounds: int) -> d
 
 
 def main(out: Path, length: int, rounds: int, kinds: Sequence[str]) -> None:
-    """Measure all, and write what there is after each row."""
+    """Measure all, and write what there is after each row; rows of the same device, versions and settings are kept."""
     name, versions = torch.cuda.get_device_name(), {"torch": torch.__version__, "triton": triton.__version__}
-    document = {"device": name, "versions": versions, "seq_len": length, "calls": CALLS, "rounds": rounds, "rows": []}
+    settings = {"device": name, "versions": versions, "seq_len": length, "calls": CALLS, "rounds": rounds}
+    kept = json.loads(out.read_text()) if out.exists() else {}
+    rows = kept["rows"] if all(kept.get(key) == value for key, value in settings.items()) else []
+    document = {**settings, "rows": rows}
     for head_dim, heads in SHAPES:
         for kind in kinds:
+            if any((row["kind"], row["head_dim"]) == (kind, head_dim) for row in rows):
+                continue
             row = measure(kind, head_dim, heads, length, rounds)
-            document["rows"].append(row)
+            rows.append(row)
             out.write_text(json.dumps(document, indent=1) + "\n")
             print(line(row), flush=True)
 
