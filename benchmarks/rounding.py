@@ -1,11 +1,12 @@
 """How long does it take to round 64 M numbers of fp32 to MXFP4 and back? stepscope, torchao, and a plain copy.
 
-    python benchmarks/rounding.py [--runs 5] [--threads 2] [--json FILE]
+    python benchmarks/rounding.py [--runs 5] [--threads 2] [--device cuda] [--json FILE]
     python benchmarks/rounding.py --show FILE...       # tables of results kept with --json
 
-All run on a CPU in one process, in turns: eagerly, and stepscope compiled, too, which gives the same bits and compiles
-in the round that does not count. What counts is processor time, the least of the runs: threads that wait for each other
-count, too. torchao runs where it is installed.
+All run in one process, in turns: eagerly, and stepscope compiled, too, which gives the same bits and compiles in the
+round that does not count. On a CPU what counts is processor time, the least of the runs: threads that wait for each
+other count, too. On a GPU it is the device's own time, a median of calls in each run. torchao runs where it is
+installed.
 """
 
 import argparse
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor
 
 from stepscope.core.float_formats import BLOCK_FORMATS
+from stepscope.core.run import Settings
 from stepscope.recording.environment import read_environment, resolve_device
+from stepscope.recording.leads import median_call_s
 from stepscope.training.scaled_products import round_blocks
 from stored import measure_or_show
 
@@ -35,6 +38,8 @@ class Row(msgspec.Struct, kw_only=True):
     way: str
     cpu_s: list[float]
     wall_s: list[float]
+    device_s: list[float] = []
+    """Of the GPU, where it is one; the others are then empty."""
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -46,7 +51,7 @@ class Result(msgspec.Struct, kw_only=True):
     rows: list[Row]
 
 
-def _ways() -> dict[str, Callable[[Tensor], Tensor]]:
+def _ways(device: torch.device) -> dict[str, Callable[[Tensor], Tensor]]:
     form = BLOCK_FORMATS["mxfp4"]
     ways: dict[str, Callable[[Tensor], Tensor]] = {
         "a copy": torch.clone,
@@ -54,7 +59,8 @@ def _ways() -> dict[str, Callable[[Tensor], Tensor]]:
         "stepscope, compiled": torch.compile(lambda values: round_blocks(values, form), dynamic=False),
     }
     part = torch.randn(64, ROW)
-    if not torch.equal(ways["stepscope"](part), torch.compile(ways["stepscope"], dynamic=False)(part)):
+    compiled = torch.compile(ways["stepscope"], dynamic=False)(part.to(device)).cpu()
+    if not torch.equal(ways["stepscope"](part), compiled):
         raise SystemExit("compiled, blocks round to other bits")
     if importlib.util.find_spec("torchao") is not None:
         mx = importlib.import_module("torchao.prototype.mx_formats.mx_tensor")
@@ -66,11 +72,17 @@ def _ways() -> dict[str, Callable[[Tensor], Tensor]]:
 def measure(arguments: argparse.Namespace) -> Result:
     """Each round runs every way once, after one round that does not count."""
     torch.set_num_threads(arguments.threads)
-    values = torch.randn(NUMBERS // ROW, ROW, generator=torch.Generator().manual_seed(0))
-    ways = _ways()
+    device = resolve_device(arguments.device)
+    values = torch.randn(NUMBERS // ROW, ROW, device=device, generator=torch.Generator(device).manual_seed(0))
+    ways = _ways(device)
+    calls = Settings(warmup_floor=1, warmup_cap=3, warmup_seconds=0.1, steps_floor=5, steps_cap=50, seconds=0.2)
     rows = {way: Row(way=way, cpu_s=[], wall_s=[]) for way in ways}
     for counts in range(arguments.runs + 1):
         for way, rounded in ways.items():
+            if device.type == "cuda":
+                device_s = median_call_s(lambda rounded=rounded: rounded(values), device, calls)
+                rows[way].device_s += [device_s] if counts else []
+                continue
             wall_s, cpu_s = time.perf_counter(), time.process_time()
             rounded(values)
             if counts:
@@ -78,18 +90,27 @@ def measure(arguments: argparse.Namespace) -> Result:
                 rows[way].wall_s.append(time.perf_counter() - wall_s)
     known = [name for name in ("torch", "torchao") if importlib.util.find_spec(name)]
     versions = {name: importlib.metadata.version(name) for name in known}
-    environment = read_environment(resolve_device("cpu")).described
+    environment = read_environment(device).described
     return Result(environment=environment, versions=versions, threads=arguments.threads, rows=[*rows.values()])
 
 
 def render_markdown(result: Result) -> str:
     """The result as a Markdown table."""
-    lines = ["| way | processor | elapsed | runs |", "|" + "---|" * 4]
+    on_gpu = any(row.device_s for row in result.rows)
+    heads = ("way", "device", "a copy's rate", "runs") if on_gpu else ("way", "processor", "elapsed", "runs")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * 4]
     for row in result.rows:
-        lines.append(f"| {row.way} | {min(row.cpu_s):.2f} s | {min(row.wall_s):.2f} s | {len(row.cpu_s)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items() if name != "torch")
-    said = f"{NUMBERS // 2**20} Mi numbers, {result.threads} threads, the least of the runs. {result.environment}"
-    return f"{said}, {versions}\n\n" + "\n".join(lines) + "\n"
+        if on_gpu:
+            least, copy = min(row.device_s), min(result.rows[0].device_s)
+            lines.append(f"| {row.way} | {least * 1e3:.3f} ms | {copy / least:.2f} | {len(row.device_s)} |")
+        else:
+            lines.append(f"| {row.way} | {min(row.cpu_s):.2f} s | {min(row.wall_s):.2f} s | {len(row.cpu_s)} |")
+    parts = [
+        f"{NUMBERS // 2**20} Mi numbers, {f'{result.threads} threads, ' * (not on_gpu)}the least of the runs. "
+        f"{result.environment}",
+        *(f"{name} {version}" for name, version in result.versions.items() if name != "torch"),
+    ]
+    return ", ".join(parts) + "\n\n" + "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -97,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
     measure_or_show(parser.parse_args(), Result, measure=measure, render_markdown=render_markdown)

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.float_formats import FORMATS, float_format
-from stepscope.questions.formats import CASTS, EIGHT_BITS, SATURATING, cast_convention, study_formats
+from stepscope.questions.formats import (
+    CASTS,
+    EIGHT_BITS,
+    PRODUCTS,
+    SATURATING,
+    cast_convention,
+    judge_products,
+    main,
+    study_formats,
+)
 from tests.command import Done, stepscope
 from tests.questions.verbs import refused
 
@@ -203,6 +212,37 @@ def test_the_study_names_both_conventions_and_the_one_that_this_torch_uses():
     assert f"PyTorch {torch.__version__} to fp8-e5m2" in said
     assert ("to fp8-e4m3 does not saturate (beyond 448, nan)" in said) == math.isnan(theirs)
     assert ("to fp8-e4m3 saturates (beyond 448, 448)" in said) == (theirs == 448)
+    assert sentence(found, "no-product-in-blocks") == (
+        "Simulated alone, here: fp8-tensor, fp8-row (it takes a GPU of compute capability 8.9 or later); fp8-block (it "
+        "takes a GPU of compute capability 9.0); mxfp8, nvfp4 (it takes a GPU of compute capability 10.0 or later)."
+    )
+
+
+def test_products_in_blocks_are_judged_against_the_exact_one():
+    """On a CPU the library is the simulation itself: all bits are equal, and what is off is rounding to bf16."""
+    rows = [*judge_products("fp8-tensor", torch.device("cpu"), 128)]
+    assert [(row.outliers, row.fast) for row in rows] == [(False, False), (False, True), (True, False), (True, True)]
+    for row in rows:
+        assert row.operands_equal and row.equal == row.within_one == 1
+        assert row.library_off == row.simulation_off and 2.0**-10 < row.library_off < 2.0**-8 < row.lost < 2.0**-4
+
+
+def test_what_the_library_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("stepscope.questions.formats.SIZE", 130)
+    with pytest.raises(InputError, match=r"^PyTorch \S+ refuses the product in nvfp4: \S"):
+        main("nvfp4", "cpu")
+
+
+@pytest.mark.gpu
+def test_products_of_the_gpu_are_the_simulations():
+    found = study_formats(device="cuda")
+    table = found.table(PRODUCTS)
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert {row["format"] for row in rows} >= {"fp8-tensor", "fp8-row"}
+    for row in rows:
+        assert row["operands as simulated"] == "yes"
+        off, simulated = float(str(row["off by, %"])), float(str(row["simulation off by, %"]))
+        assert off < 2 * simulated or row["sums"] == "in fewer bits"
 
 
 @pytest.mark.parametrize("name", list(FORMATS))

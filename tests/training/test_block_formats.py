@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS, SCALE_RULES, ScaleRule, round_block
-from stepscope.training.scaled_products import round_blocks, round_to
+from stepscope.training.scaled_products import MULTIPLIED_ON, BlockOperand, block_product, round_blocks, round_to
 
 FEW_BITS = [name for name, form in FORMATS.items() if form.code_bits <= 8 and form.top != "scale"]
 
@@ -141,3 +141,33 @@ def test_torchao_has_the_same_numbers():
     ours = round_blocks(values, BLOCK_FORMATS["nvfp4"])
     fine = values.view(64, -1, 16).abs().amax(-1, keepdim=True).expand(-1, -1, 16).reshape(64, 1024) / 6 / scale > 2**-6
     assert torch.equal(ours[fine], theirs[fine]) and not torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", MULTIPLIED_ON)
+def test_operands_by_torchs_casts_are_the_simulations(name: str):
+    form, draw = BLOCK_FORMATS[name], torch.Generator().manual_seed(0)
+    values = torch.randn(256, 512, generator=draw)
+    values[:, ::57] *= 100
+    values[3], values[5] = 0, values[5] * 1e-6
+    for weight in (False, True):
+        operand = BlockOperand.of(values, form, weight=weight)
+        assert torch.equal(operand.numbers(), round_blocks(values, form, weight=weight))
+    product = block_product(BlockOperand.of(values, form), operand)()
+    exact = values.double() @ values.double().t()
+    assert 0 < float((product - exact).norm() / exact.norm()) < 2.0**-3
+
+
+def test_scales_lie_as_the_product_takes_them():
+    """The documentation of cuBLAS, 3.1.4.3: in a tile of 128 x 4 scales, that of row r and column c is at
+    16 (r mod 32) + 4 (r // 32) + c."""
+    values = torch.randn(200, 7 * 32, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(200)[
+        :, None
+    ].sub(90)
+    operand = BlockOperand.of(values, BLOCK_FORMATS["mxfp8"])
+    laid, scales = operand.laid_out(left=True).view(torch.uint8), operand.scales.view(torch.uint8)
+    assert laid.shape == (2 * 2 * 512,)
+    for row, column in ((0, 0), (1, 0), (33, 2), (127, 6), (128, 0), (199, 5)):
+        tile, r = 2 * (row // 128) + column // 4, row % 128
+        assert laid[512 * tile + 16 * (r % 32) + 4 * (r // 32) + column % 4] == scales[row, column]
+    block = BlockOperand.of(values[:, :128], BLOCK_FORMATS["fp8-block"])
+    assert block.laid_out(left=True).stride()[0] == 1, "scales of a column of blocks lie together"

@@ -5,6 +5,9 @@ one its casts use: versions differ (on a CPU, PyTorch 2.11 makes 500 NaN in e4m3
 
 Formats of blocks are tried on numbers of the standard normal distribution: its quantiles make one block, in which one
 number is then another; and many blocks at random tell what each rule for the scale costs.
+
+A GPU's own products of blocks are raced against bf16's, and compared with the simulation that all other studies use
+(`training/scaled_products.py`): each format in a process of its own, since one was seen to end its process.
 """
 
 import itertools
@@ -12,7 +15,7 @@ import math
 import platform
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from fractions import Fraction
@@ -22,8 +25,8 @@ import msgspec
 
 import stepscope
 from stepscope.core.answer import Answer, Cell, Finding, Table, note
-from stepscope.core.errors import InputError
-from stepscope.core.figures import Figure, digits
+from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.figures import Figure, digits, milliseconds, tera
 from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS, SCALE_RULES, BlockFormat, FloatFormat, round_block
 from stepscope.core.options import DEVICES, MEASURING, NUMBERS, Option
 from stepscope.questions.answers import table_by
@@ -31,6 +34,8 @@ from stepscope.questions.question import Question
 
 if TYPE_CHECKING:
     import torch
+
+    from stepscope.engine.request import Tell
 
 EIGHT_BITS = {
     "fp8-e5m2": "float8_e5m2",
@@ -96,14 +101,14 @@ Value = Annotated[str | None, Option("What does each format make of this number?
 Device = Annotated[
     str | None,
     Option(
-        "Where PyTorch casts to 8 bits, too, --value among them: auto, cpu, cuda or cuda:N.",
+        "Where PyTorch casts to 8 bits, too, --value among them, and a GPU multiplies: auto, cpu, cuda or cuda:N.",
         MEASURING,
         complete=DEVICES,
     ),
 ]
 
 
-def study_formats(*, value: Value = None, device: Device = None) -> Answer:
+def study_formats(*, value: Value = None, device: Device = None, tell: "Tell | None" = None) -> Answer:
     """Range, precision and codes of every number format, from its bits; and what formats of blocks make of a block."""
     number = None
     tables = [
@@ -152,11 +157,11 @@ def study_formats(*, value: Value = None, device: Device = None) -> Answer:
         tables=tuple(tables),
         findings=tuple(findings),
     )
-    return answer if device is None else _with_casts(answer, device, number)
+    return answer if device is None else _with_device(answer, device, number, tell)
 
 
-def _with_casts(answer: Answer, device: str, number: float | None) -> Answer:
-    """The answer, and what PyTorch's casts to 8 bits make of a number on a device."""
+def _with_device(answer: Answer, device: str, number: float | None, tell: "Tell | None") -> Answer:
+    """The answer, what PyTorch's casts to 8 bits make of a number on a device, and its products of blocks."""
     import torch
 
     from stepscope.questions.answers import processor_name
@@ -168,12 +173,16 @@ def _with_casts(answer: Answer, device: str, number: float | None) -> Answer:
     if number is not None:  # as fp32 has it, which training casts from
         in_fp32 = FORMATS["fp32"].round(number)
         casts["makes of the number"] = lambda name: cast([in_fp32], name, chosen)[0]
+    products, refused = measure_products(chosen, tell)
+    tables = [table_by(CASTS, EIGHT_BITS, casts)]
+    if products:
+        tables.append(table_by(PRODUCTS, products, _PRODUCT))
     return msgspec.structs.replace(
         answer,
         device=f"{answer.device}; casts on {processor_name(chosen)}",
         versions={**answer.versions, "torch": str(torch.__version__)},
-        tables=(*answer.tables, table_by(CASTS, EIGHT_BITS, casts)),
-        findings=(*answer.findings, _which_convention(conventions, chosen)),
+        tables=(*answer.tables, *tables),
+        findings=(*answer.findings, _which_convention(conventions, chosen), *_of_products(products, refused)),
     )
 
 
@@ -393,9 +402,182 @@ def _lost(value: str, number: float, exact: Fraction | None) -> list[Finding]:
     return [note("value", f"{value.strip()} {'; '.join(clauses)}.", {"value": number})]
 
 
+# Products of operands in blocks, as the GPU itself has them.
+
+
+PRODUCTS = "Products in blocks"
+SIZE = 4096
+"""Rows, columns and addends of the products."""
+
+
+class BlockProduct(msgspec.Struct, frozen=True, kw_only=True):
+    """A product of normal numbers in a format of blocks: the library's, beside the simulation's in fp32."""
+
+    format: str
+    outliers: bool
+    """Whether each 257th number of a row of the left operand is 100 times as large."""
+    fast: bool
+    """Whether Tensor Cores may add up in fewer bits."""
+    call_s: float
+    bf16_s: float
+    """Of the same product in bf16."""
+    size: int
+    operands_equal: bool
+    """Whether PyTorch's casts give the operands of the simulation, bit for bit."""
+    equal: float
+    """The share of the results that are the simulation's, bit for bit in bf16."""
+    within_one: float
+    """The share that is at most one number of bf16 away."""
+    library_off: float
+    """From the exact product of the rounded operands: ||C - exact|| / ||exact||."""
+    simulation_off: float
+    lost: float
+    """The library's error from the exact product of the operands before they were rounded."""
+
+
+_PRODUCT: dict[str, Callable[[BlockProduct], Cell]] = {
+    "format": lambda p: p.format,
+    "numbers": lambda p: "with outliers" if p.outliers else "normal",
+    "sums": lambda p: "in fewer bits" if p.fast else "in fp32",
+    "call (ms)": lambda p: milliseconds(p.call_s),
+    "TFLOP/s": lambda p: tera(2 * p.size**3 / p.call_s),
+    "times as fast as bf16": lambda p: digits(p.bf16_s / p.call_s),
+    "operands as simulated": lambda p: "yes" if p.operands_equal else "no",
+    "results as simulated, %": lambda p: digits(100 * p.equal),
+    "or next to it, %": lambda p: digits(100 * p.within_one),
+    "off by, %": lambda p: digits(100 * p.library_off),
+    "simulation off by, %": lambda p: digits(100 * p.simulation_off),
+    "with the operands' rounding, %": lambda p: digits(100 * p.lost),
+}
+
+
+def measure_products(device: "torch.device", tell: "Tell | None") -> tuple[list[BlockProduct], dict[str, str]]:
+    """The products of a device in each format that the library multiplies, and why it has no others."""
+    from stepscope.engine.request import Stage
+    from stepscope.engine.user_code import ask_apart
+    from stepscope.training.scaled_products import MULTIPLIED_ON, product_fault
+
+    products: list[BlockProduct] = []
+    refused: dict[str, str] = {}
+    for name in MULTIPLIED_ON:
+        if (fault := product_fault(BLOCK_FORMATS[name], device)) is not None:
+            refused[name] = fault
+            continue
+        if tell is not None:
+            tell(Stage(name=f"products in {name}"))
+        try:
+            told = ask_apart("stepscope.questions.formats", name, str(device), what=f"the product in {name}")
+        except StepscopeError as error:
+            refused[name] = str(error).removesuffix(": let it return instead")
+        else:
+            products += msgspec.json.decode(told, type=list[BlockProduct])
+    return products, refused
+
+
+def main(name: str, device: str) -> str:
+    """The products in one format, as JSON, for the process that asked. Raises InputError where the library refuses."""
+    import torch
+
+    try:
+        return msgspec.json.encode([*judge_products(name, torch.device(device), SIZE)]).decode()
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"PyTorch {torch.__version__} refuses the product in {name}: {one_line(error)}") from error
+
+
+def judge_products(name: str, device: "torch.device", size: int) -> Iterator[BlockProduct]:
+    """Square products of a size in one format, timed and compared with the simulation."""
+    import torch
+
+    from stepscope.core.run import Settings
+    from stepscope.recording.leads import median_call_s
+    from stepscope.recording.precision import matmul_precision
+    from stepscope.training.scaled_products import BlockOperand, block_product, round_blocks
+
+    form, draw = BLOCK_FORMATS[name], torch.Generator(device).manual_seed(0)
+    settings = Settings(warmup_floor=3, warmup_cap=10, warmup_seconds=0.1, steps_floor=3, steps_cap=100, seconds=0.2)
+    for outliers in (False, True):
+        x, w = (torch.randn(size, size, device=device, generator=draw).bfloat16() for _ in range(2))
+        if outliers:
+            x[:, ::257] *= 100
+        left, right = round_blocks(x, form), round_blocks(w, form, weight=True)
+        a, b = BlockOperand.of(x, form), BlockOperand.of(w, form, weight=True)
+        same = torch.equal(a.numbers(), left) and torch.equal(b.numbers(), right)
+        with matmul_precision("fp32"):
+            simulated = (left @ right.t()).bfloat16()
+        exact, whole = left.double() @ right.double().t(), x.double() @ w.double().t()
+        bf16_s = median_call_s(lambda x=x, w=w: x @ w.t(), device, settings)
+        for fast in (False, True) if form.scale == "fp32" and not form.size else (False,):
+            call = block_product(a, b, fast=fast)
+            result = call()
+            apart = (_order(result) - _order(simulated)).abs()
+            yield BlockProduct(
+                format=name,
+                outliers=outliers,
+                fast=fast,
+                call_s=median_call_s(call, device, settings),
+                bf16_s=bf16_s,
+                size=size,
+                operands_equal=same,
+                equal=float((apart == 0).double().mean()),
+                within_one=float((apart <= 1).double().mean()),
+                library_off=_distance(result, exact),
+                simulation_off=_distance(simulated, exact),
+                lost=_distance(result, whole),
+            )
+
+
+def _order(numbers: "torch.Tensor") -> "torch.Tensor":
+    """Numbers of bf16 as integers that count them from zero."""
+    import torch
+
+    codes = numbers.view(torch.int16).int()
+    return torch.where(codes < 0, -(codes & 0x7FFF), codes)
+
+
+def _distance(numbers: "torch.Tensor", exact: "torch.Tensor") -> float:
+    return float((numbers.double() - exact).norm() / exact.norm())
+
+
+def _of_products(products: Sequence[BlockProduct], refused: dict[str, str]) -> Iterator[Finding]:
+    """What products in blocks give, by the format; and one sentence of those that there are not."""
+    for name in dict.fromkeys(product.format for product in products):
+        rows = [product for product in products if product.format == name]
+        best = min((row for row in rows if not row.outliers), key=lambda row: row.call_s)
+        fewest, farthest = min(rows, key=lambda row: row.equal), max(rows, key=lambda row: row.library_off)
+        yield note(
+            "product-in-blocks",
+            f"In {name} a product of {best.size} x {best.size} x {best.size} takes {milliseconds(best.call_s)} ms, in "
+            f"bf16 {milliseconds(best.bf16_s)}. {100 * fewest.equal:.4g} % of the results or more are the "
+            f"simulation's, bit for bit in bf16; the product of the rounded operands is off by at most "
+            f"{100 * farthest.library_off:.3g} %, the simulation's by {100 * farthest.simulation_off:.3g} %, and "
+            f"rounding them costs {100 * rows[0].lost:.3g} %.",
+            {
+                "format": name,
+                "call_s": best.call_s,
+                "bf16_s": best.bf16_s,
+                "equal": fewest.equal,
+                "library_off": farthest.library_off,
+                "simulation_off": farthest.simulation_off,
+                "lost": rows[0].lost,
+            },
+        )
+    if refused:
+        said = [
+            f"{', '.join(name for name in refused if refused[name] == why)} ({why})"
+            for why in dict.fromkeys(refused.values())
+        ]
+        yield note("no-product-in-blocks", f"Simulated alone, here: {'; '.join(said)}.", {**refused})
+
+
 QUESTION = Question(
     "formats",
     study_formats,
     examples=("--value 1e-7 --only becomes", "--only Formats"),
     shared=("from_", "shown"),
 )
+
+
+if __name__ == "__main__":
+    from stepscope.engine.user_code import answer_apart
+
+    answer_apart(main)

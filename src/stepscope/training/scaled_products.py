@@ -18,7 +18,7 @@ query, key and value share one of 16.
 Weights stay bf16 (training/optimizer.py). Embeddings, the head, norms and attention are not touched.
 
 Below stand the formats of blocks (core/float_formats.py), simulated: operands are rounded to numbers of the format,
-which fp32 holds, and multiplied in fp32. Products of MX and NVFP4 themselves need a GPU of NVIDIA's Blackwell.
+which fp32 holds, and multiplied in fp32. Where a GPU has the product itself, `study formats --device cuda` compares.
 """
 
 import contextlib
@@ -310,6 +310,113 @@ def _power_of_two(exponent: Tensor) -> Tensor:
     exponent = exponent.clamp(-_FIRST_EXPONENT, _FIRST_EXPONENT)
     # 2^-127 is subnormal in fp32: half of its smallest normal number.
     return ((exponent + _FIRST_EXPONENT) << 23).clamp_(min=1 << 22).view(torch.float32)
+
+
+# Operands in blocks as PyTorch's product on a GPU takes them: codes, and scales in cuBLASLt's layouts.
+
+
+MULTIPLIED_ON = {
+    "fp8-tensor": ((8, 9), True),
+    "fp8-row": ((8, 9), True),
+    "fp8-block": ((9, 0), False),
+    "mxfp8": ((10, 0), True),
+    "nvfp4": ((10, 0), True),
+}
+"""The formats that `torch._scaled_mm` multiplies, with the compute capability from which it does so, and whether later
+ones do, too (ScaledBlas.cpp)."""
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of the codes of e2m1 without a sign, in their order."""
+
+
+def product_fault(form: BlockFormat, device: torch.device) -> str | None:
+    """What a device lacks that multiplies operands of this format, in words; None where it has all."""
+    first, later = MULTIPLIED_ON[form.name]
+    here = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if here is not None and (here == first or (later and here > first)):
+        return None
+    needs = f"a GPU of compute capability {first[0]}.{first[1]}{' or later' if later else ''}"
+    return f"it takes {needs}" + ("" if here is None else f", and this one has {here[0]}.{here[1]}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOperand:
+    """A matrix (R, K) of finite numbers in blocks along K, of sizes that blocks divide."""
+
+    form: BlockFormat
+    codes: Tensor
+    """(R, K) in e4m3; or (R, K / 2) pairs of numbers of e2m1, of which the low bits hold the first."""
+    scales: Tensor
+    """(rows of blocks, blocks of a row), in the dtype of the format's scales."""
+    of_tensor: Tensor | None
+
+    @classmethod
+    def of(cls, values: Tensor, form: BlockFormat, *, weight: bool = False) -> "BlockOperand":
+        """The matrix by PyTorch's own casts, which `round_blocks` does not use. MX scales are those of `floor`."""
+        tiles, undo = _tiles(values, form, weight)
+        element, of_tensor = FORMATS[form.element], None
+        largest = tiles.abs().amax((1, 3), keepdim=True)
+        if form.powers_of_two:
+            power = ((largest.view(torch.int32) >> 23) - _FIRST_EXPONENT - element.largest_exponent).clamp(min=-127)
+            scales = (power + _FIRST_EXPONENT).to(torch.uint8).view(torch.float8_e8m0fnu)
+            small = tiles * _power_of_two(-power)
+        elif form.tensor_scale:
+            of_tensor = (largest.amax() / (FORMATS[form.scale].largest * element.largest)).clamp(min=_SMALLEST)
+            scales = (largest / element.largest / of_tensor).to(torch.float8_e4m3fn)
+            of_block = scales.float() * of_tensor
+            small = tiles / torch.where(of_block == 0, math.inf, of_block)
+        else:
+            scales = (largest * (1 / element.largest)).clamp(min=_SMALLEST)
+            small = tiles / scales
+        small = undo(small.clamp(-element.largest, element.largest))
+        codes = small.to(torch.float8_e4m3fn) if form.element == "fp8-e4m3" else _pairs(round_to(small, element))
+        return cls(form=form, codes=codes, scales=scales.view(scales.shape[0], scales.shape[2]), of_tensor=of_tensor)
+
+    def numbers(self) -> Tensor:
+        """What the codes and their scales stand for, in fp32."""
+        codes, scales = self.codes, self.scales.float()
+        if self.form.element == "fp8-e4m3":
+            values = codes.float()
+        else:
+            both = codes.view(torch.uint8).long()
+            signed = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=codes.device)
+            values = signed[torch.stack([both & 15, both >> 4], 2)].view(codes.shape[0], -1)
+        rows, columns = (values.shape[i] // scales.shape[i] for i in (0, 1))
+        scales = scales if self.of_tensor is None else scales * self.of_tensor
+        return values * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+
+    def laid_out(self, *, left: bool) -> Tensor:
+        """The scales as the product takes them of its left or its right operand: of blocks of a row the scales of one
+        column lie together. Those of MX and NVFP4 lie in tiles of 128 x 4, of which 32 rows take 16 places each."""
+        if self.scales.dtype == torch.float32:
+            return self.scales.t().contiguous().t() if left else self.scales.t()
+        rows, columns = self.scales.shape
+        codes = F.pad(self.scales.view(torch.uint8), (0, -columns % 4, 0, -rows % 128))
+        tiles = codes.view(len(codes) // 128, 4, 32, -1, 4).permute(0, 3, 2, 1, 4)
+        return tiles.reshape(-1).view(self.scales.dtype)
+
+
+def _pairs(numbers: Tensor) -> Tensor:
+    """Numbers of e2m1 (R, K) as their codes, two in a byte."""
+    codes = torch.bucketize(numbers.abs(), torch.tensor(_E2M1, device=numbers.device)) + 8 * numbers.signbit()
+    return (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.float4_e2m1fn_x2)
+
+
+def block_product(a: BlockOperand, b: BlockOperand, *, fast: bool = False) -> Callable[[], Tensor]:
+    """The call that gives a (R, K) b^T, of b (N, K), as bf16 (R, N): the library's on a GPU; on a CPU, which has none,
+    in fp32 of what the operands stand for. fast: as of `scaled_product`. The number of blocks in a row is to be a
+    multiple of 4."""
+    if a.codes.device.type == "cpu":
+        return lambda: _in_fp32(a.numbers(), b.numbers(), torch.bfloat16)
+    right, scale_a, scale_b = b.codes.t(), a.laid_out(left=True), b.laid_out(left=False)
+
+    def call() -> Tensor:
+        product = scaled_mm(a.codes, right, scale_a, scale_b, fast=fast)
+        if a.of_tensor is None or b.of_tensor is None:
+            return product
+        return product * (a.of_tensor * b.of_tensor).to(product.dtype)
+
+    return call
 
 
 @dataclass(eq=False)
