@@ -442,7 +442,9 @@ def test_operands_in_blocks_are_answered_by_format():
     assert found.estimate.peak_bytes == without[4] and found.fits is None
     with pytest.raises(InputError, match="unknown recipe 'mxfp9': choose one of mxfp8"):
         stepscope.fit("tiny", recipe="mxfp9")
-    with pytest.raises(InputError, match="recipe asks another question: leave out parallel and ranks"):
+    with pytest.raises(stepscope.LimitExceeded, match=r" in mxfp8 is .*, 1 B larger than fail_if_larger"):
+        stepscope.fit("tiny", recipe=["mxfp8", "nvfp4"], fail_if_larger=found.peak_bytes - 1)
+    with pytest.raises(InputError, match="recipe is of one new step: leave out parallel and ranks; `plan --recipe`"):
         stepscope.fit("tiny", recipe="mxfp8", parallel="zero1", ranks=2)
     with pytest.raises(InputError, match="recipe looks at one device, and device names 2: name one"):
         stepscope.fit("tiny", recipe="mxfp8", device=["B200", "H100"])

@@ -382,6 +382,8 @@ def test_a_peak_beyond_its_limit_ends_with_code_1():
     assert long["larger_by_bytes"] == long["peak_bytes"] - 300 * MIB
     assert stepscope("fit", *command, "--fail-if-larger", "600MiB").returncode == 0
     alone = stepscope("fit", "--model", "tiny", "--fail-if-larger", "300MiB")
+    in_blocks = stepscope("fit", "--model", "tiny", "--recipe", "mxfp8", "--fail-if-larger", "1MiB")
+    assert in_blocks.returncode == 1 and "mxfp8" in in_blocks.stdout and "train in mxfp8 is" in in_blocks.stderr
     assert alone.returncode == 1 and "The peak is" in alone.stdout and "larger than --fail-if-larger" in alone.stderr
 
 

@@ -86,6 +86,13 @@ class Fitted(Shown):
         return max({**self.by_strategy, **self.by_recipe}.values(), default=self.estimate.peak_bytes)
 
     @property
+    def peaks(self) -> dict[str, int]:
+        """The peak of each step in bytes, by its name; with recipe, of the step in each format."""
+        if self.by_recipe:
+            return {f"{cell_name(self.workload)} in {name}": peak for name, peak in self.by_recipe.items()}
+        return {cell_name(one.workload): one.peak_bytes for one in self.steps or (self,)}
+
+    @property
     def fits(self) -> bool | None:
         """Whether it fits; None where no memory was named, and with recipe, whose answer says what is left."""
         return self.verdict.fits if self.verdict is not None else None
@@ -201,16 +208,15 @@ def fit(
     preset = model if isinstance(model, str) else None
     is_textbook = module is None and run is None and model is preset
     if recipe is not None:
-        others = {"run": run, "parallel": parallel, "ranks": ranks, "fail_if_larger": fail_if_larger}
+        others = {"run": run, "parallel": parallel, "ranks": ranks}
         if strange := [name for name, value in others.items() if value is not None]:
-            raise InputError(f"recipe asks another question: leave out {' and '.join(strange)}")
+            raise InputError(f"recipe is of one new step: leave out {' and '.join(strange)}; `plan --recipe` has ranks")
         if len(steps := _steps(model, batch, loss, module, arguments, several)) > 1:
             raise InputError(f"recipe looks at one step, and these options name {len(steps)}: give each one value")
         ((step, made),) = steps
         with contextlib.nullcontext() if made is None else gradients_kept(model):
-            asked = (recipe,) if isinstance(recipe, str) else recipe
-            words, is_given = ("recipe", "device"), dtype is not None
-            found = _in_blocks(step, asked, budgets, names, words, module=made, dtype_is_given=is_given)
+            asked, words = (recipe,) if isinstance(recipe, str) else recipe, ("recipe", "device")
+            found = _in_blocks(step, asked, budgets, names, words, module=made, dtype_is_given=dtype is not None)
     elif strategies:
         if budgets or not is_textbook:
             raise InputError("parallel is of the textbook's model, and asks for no budget: leave the others out")
@@ -225,8 +231,7 @@ def fit(
         else:
             fits = _of_run(str(run), Path(runs), several, budgets)
         found = _of_several(fits, names) if len(fits) > 1 or len(fits[0]) > 1 else _fitted(fits[0][0])
-    peaks = {cell_name(one.workload): one.peak_bytes for one in found.steps or (found,)}
-    _refuse_larger(peaks, limit, "fail_if_larger")
+    _refuse_larger(found.peaks, limit, "fail_if_larger")
     return found
 
 
@@ -423,11 +428,7 @@ _BESIDE_NO_RUN = tuple(
             "--apart belongs to --against: say which runs to compare with, or leave it out",
         ),
         Rule("alone", ("--from",), "--from says which step: leave out {}", _BESIDE_NO_RUN),
-        Rule(
-            "conflict",
-            _QUESTIONS,
-            "{} are different questions: ask one at a time",
-        ),
+        Rule("conflict", _QUESTIONS, "{} are different questions: ask one at a time"),
         Rule("needs", ("--ranks", "--parallel"), "--ranks belongs to --parallel: say which, as in zero1,none"),
         Rule("alone", ("--parallel",), "--parallel asks for no budget: leave out {}", ("--memory", "--device")),
         Rule("alone", ("--tensors",), "--tensors asks for no budget: leave out {}", ("--memory", "--device")),
@@ -437,7 +438,7 @@ _BESIDE_NO_RUN = tuple(
             "alone",
             ("--fail-if-larger",),
             "--fail-if-larger is of peaks: leave out {}",
-            ("--tensors", "--sweep", "--against", "--parallel", "--recipe"),
+            ("--tensors", "--sweep", "--against", "--parallel"),
         ),
         Rule("conflict", ("--memory", "--device"), "{} both say how much there is: give one of them"),
     ),
@@ -511,6 +512,7 @@ def command(
         with patient_progress(_clock_of(steps)) as tell:
             found = _in_blocks(step, recipe, budgets, device or (), words, tell=tell, dtype_is_given=is_given)
         shown.show(found.answer)
+        _refuse_larger(found.peaks, fail_if_larger, "--fail-if-larger")
     if tensors or recipe:
         return
     second = None
