@@ -525,7 +525,8 @@ _PARTS: dict[Part, dict[Kernels, PartRecord]] = {
         "reference": PartRecord(function="", saves="the hidden state, R M, and log-probabilities in fp32, R V"),
         "compiled": _compiled("linear_cross_entropy", "what the compiler keeps: hidden state and logits, R M and R V"),
         "fused": _fused(
-            "loss:linear_cross_entropy", "its own gradients: of the hidden state, R M, and of the head in fp32, V M",
+            "loss:linear_cross_entropy",
+            "its own gradients: of the hidden state, R M, and of the head, V M: in fp32, or bf16 of one chunk",
             "linear_cross_entropy_(?:forward|backward)$|cross_entropy_rows$|scaled_by$",
         ),
         "liger": _liger(
@@ -602,6 +603,12 @@ def loss_chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
     """How many rows of logits the fused loss makes at a time."""
     fitting = LOSS_CHUNK_BYTES // max(1, vocabulary * itemsize)
     return max(1, min(rows, max(fitting // 128 * 128, LOSS_LEAST_ROWS)))
+
+
+def loss_columns(vocabulary: int) -> int:
+    """How many columns a row of the fused loss's logits has: the vocabulary, or where 16 does not divide that, the next
+    multiple of 64. Rows begin at addresses that fast products and wide loads take."""
+    return vocabulary if vocabulary % 16 == 0 else (vocabulary + 63) // 64 * 64
 
 
 def check_parts(

@@ -38,7 +38,7 @@ from stepscope.core.attention_support import predicted_attention
 from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped, nested_parts
 from stepscope.core.evidence import CATEGORIES
 from stepscope.core.formulas.transformer import Shapes, block_shapes, shapes_outside_blocks
-from stepscope.core.parts import ATTENTIONS, REFERENCE, loss_chunk_rows, norm_programs
+from stepscope.core.parts import ATTENTIONS, REFERENCE, loss_chunk_rows, loss_columns, norm_programs
 from stepscope.core.precisions import PRECISIONS, takes_scaled
 from stepscope.core.workloads import TextbookWorkload
 
@@ -670,11 +670,9 @@ _EMBEDDING_SORTS_FROM = 3072
 #
 #     norm (twice)        x or the sum x + branch, which the residual stream is  1 r; B S in fp32 for 1 / rms
 #     rope                nothing
-#     SwiGLU              gate, up                                               2 f, and the product, which `down`
-# keeps
+#     SwiGLU              gate, up                                               2 f, and `down` keeps the product
 #
-# The loss keeps the gradients that it made: of its input, r, and of the head in fp32, V M. Its logits are there for a
-# chunk of rows at a time.
+# The loss keeps the gradients that it made: of its input, r, and of the head, V M. It has a chunk's logits at a time.
 #
 # An operation with two results has one node. What comes back for the second result waits at a node of its own, since
 # autograd runs backward of the operation when it has the gradients of both.
@@ -792,16 +790,18 @@ class FusedSymbolicModel(SymbolicModel):
             return super().loss(tape, logits)
         hidden, weight, size = logits, self.head_weight, self.sizes.products
         rows, vocabulary = hidden.elements // self.d_model, weight.elements // self.d_model
+        chunk, columns = loss_chunk_rows(rows, vocabulary, size), loss_columns(vocabulary)
         _losses = tape.storage(4 * rows)
-        of_hidden, of_weight = tape.storage(hidden.elements * size), tape.storage(4 * weight.elements)
-        counted = tape.storage(rows)
-        del counted
+        of_hidden = tape.storage(hidden.elements * size)
+        tape.storage(rows)  # which rows count
         _kernel = tape.storage(size * weight.elements if weight.itemsize != size else 0)
-        chunk = loss_chunk_rows(rows, vocabulary, size)
-        _logits = tape.storage(chunk * vocabulary * size)
-        if self._device_type != "cuda" and size != 4:
+        _kernel = tape.storage(size * columns * self.d_model) if columns != vocabulary else _kernel
+        in_16_bits = rows <= chunk and weight.itemsize == size == 2
+        of_weight = tape.storage((2 if in_16_bits else 4) * columns * self.d_model)
+        _logits = tape.storage(chunk * columns * size)
+        if self._device_type != "cuda" and size != 4 and not in_16_bits:
             # There the product of the head's gradient takes its factors in fp32.
-            factors = [tape.storage(4 * chunk * each) for each in (vocabulary, self.d_model)]
+            factors = [tape.storage(4 * chunk * each) for each in (columns, self.d_model)]
             del factors
         count, sizes = tape.storage(8), (of_hidden.bytes, weight.bytes)
         loss = tape.op(

@@ -10,11 +10,15 @@ with c the coefficient of the z-loss, which keeps L near zero (PaLM, Chowdhery e
 target is not `ignore_index`. With dz, dx = dz W and dW = dz^T x.
 
 Rows are taken in chunks (`loss_chunk_rows` of core/parts.py). Of each chunk the logits are made in the dtype of the
-products, as in the reference, and a kernel, one program for a row, turns them in place into dz, while it has the row's
-loss. The same pass then makes dx and adds to dW, in fp32. So forward does backward's work, where gradients are needed,
-and backward only multiplies by the gradient of the loss over the number of rows: in fp32, on the device, and without
-waiting for either number. dz is not divided by that number before, so that fp16 does not lose it; in fp16 it is also
-multiplied by 256 until the end, since GradScaler's factor comes too late for it.
+products, as in the reference, and a kernel, one program for a row, turns them in place into dz over the number of rows,
+while it has the row's loss. The same pass then makes dx and adds to dW, in fp32; where there is one chunk, and x and W
+are bf16, dW is bf16, as the reference's. So forward does backward's work, where gradients are needed, and backward only
+multiplies by the gradient of the loss: on the device, without waiting for either number. In fp16, whose least number
+is above such a dz, it is backward that divides, and dz is multiplied by 256 until then, since GradScaler's factor comes
+too late for it.
+
+A vocabulary that 16 does not divide, as GPT-2's of 50,257, gets up to 63 rows of zeros more, in a copy of W (V M
+numbers), in the logits and in dW: where rows begin at no multiple of 16 bytes, products of bf16 take slow kernels.
 
 A target that is neither a token nor `ignore_index` is an error, as it is to PyTorch: on a CPU an IndexError, on a GPU
 an assertion in the kernel that reads it, for which no step waits. If all targets are ignored, the loss is NaN, as
@@ -24,13 +28,14 @@ PyTorch's is, and the gradients are zero.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
-from stepscope.core.parts import loss_chunk_rows
+from stepscope.core.parts import loss_chunk_rows, loss_columns
 from stepscope.kernels import operators
 from stepscope.kernels.launching import check_place, interpreted, launch_at, power_of_two, tiles_of, warps_for, wide
 
@@ -45,8 +50,8 @@ _FP16_FACTOR = 256.0
 
 @triton.jit
 def cross_entropy_rows(
-    logits, targets, losses, stride, width, ignored, factor, z_loss,
-    GRADIENT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, losses, count, stride, width, filled, ignored, factor, z_loss,
+    GRADIENT: tl.constexpr, DIVIDED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
@@ -58,9 +63,12 @@ def cross_entropy_rows(
     of_target = tl.load(logits + target, mask=known, other=float("nan")).to(WIDE)
     highest = tl.full([], float("-inf"), WIDE)
     total = tl.full([], 0.0, WIDE)
-    for start in range(0, width, BLOCK):
+    # Masks end where rows do, at a multiple of 16: only so are loads and stores wide. Columns from the width on count
+    # as -inf, and have no gradient.
+    for start in range(0, filled, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + column, mask=column < width, other=float("-inf")).to(WIDE)
+        values = tl.load(logits + column, mask=column < filled, other=float("-inf")).to(WIDE)
+        values = tl.where(column < width, values, float("-inf"))
         higher = tl.maximum(highest, tl.max(values, 0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(values - higher), 0)
         highest = higher
@@ -70,22 +78,25 @@ def cross_entropy_rows(
     loss = (highest - of_target) + rest + z_loss * logsumexp * logsumexp
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     if GRADIENT:
+        if DIVIDED:
+            factor = factor / tl.maximum(tl.load(count), 1).to(WIDE)
         of_all = tl.where(known, factor * (1.0 + 2.0 * z_loss * logsumexp), float("nan"))
-        for start in range(0, width, BLOCK):
+        for start in range(0, filled, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            inside = column < width
-            values = tl.load(logits + column, mask=inside, other=float("-inf")).to(WIDE)
+            values = tl.load(logits + column, mask=column < filled, other=float("-inf")).to(WIDE)
             gradient = tl.exp(values - highest - rest) * of_all - tl.where(column == target, factor, 0.0)
-            gradient = tl.where(counts, gradient, 0.0)
-            tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
+            gradient = tl.where(counts & (column < width), gradient, 0.0)
+            tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < filled)
 
 
 @triton.jit
 def scaled_by(x, out, gradient, count, divisor, numbers, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """out = x * gradient / (max(count, 1) * divisor)"""
+    """out = x * gradient / (max(count, 1) * divisor), and x * gradient where the divisor is 0"""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numbers
-    factor = tl.load(gradient).to(WIDE) / (tl.maximum(tl.load(count), 1).to(WIDE) * divisor)
+    factor = tl.load(gradient).to(WIDE)
+    if divisor > 0:
+        factor /= tl.maximum(tl.load(count), 1).to(WIDE) * divisor
     values = tl.load(x + at, mask=inside, other=0.0).to(WIDE) * factor
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
 
@@ -93,42 +104,68 @@ def scaled_by(x, out, gradient, count, divisor, numbers, WIDE: tl.constexpr, BLO
 def _forward(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, z_loss: float, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The mean loss, the number of rows in it, and the sums' gradients of x and of the weight, where they are asked."""
+    """The mean loss, the number of rows in it, and the gradients of x and of the weight, where they are asked: of the
+    mean, and in fp16 of the sum."""
     check_place(_NAME, x)
     rows, vocabulary = x.shape[0], weight.shape[0]
-    summed = torch.promote_types(x.dtype, torch.float32)
+    chunk = loss_chunk_rows(rows, vocabulary, x.element_size())
+    loss_dtype, dweight_dtype = _summed(x), _dweight_dtype(x, weight)
     if not targets.is_cuda:
         operators.check_targets(targets, vocabulary, ignore_index)
     targets = targets.contiguous()
-    losses = torch.zeros(rows, dtype=summed, device=x.device)
+    losses = torch.zeros(rows, dtype=loss_dtype, device=x.device)
     dx = torch.empty(x.shape if of_x else (0,), dtype=x.dtype, device=x.device)
-    dweight = torch.zeros(weight.shape if of_weight else (0,), dtype=summed, device=x.device)
     count = (targets != ignore_index).sum()
     if not rows:
+        dweight = torch.zeros(weight.shape if of_weight else (0,), dtype=dweight_dtype, device=x.device)
         return losses.sum() / count, count, dx, dweight
-    kernel = weight.to(x.dtype)
-    chunk = loss_chunk_rows(rows, vocabulary, x.element_size())
-    buffer = torch.empty(chunk, vocabulary, dtype=x.dtype, device=x.device)
-    block, factor = min(power_of_two(vocabulary), _LARGEST_BLOCK), _FP16_FACTOR if x.dtype == torch.float16 else 1.0
+    kernel = _aligned(weight.to(x.dtype))
+    filled = kernel.shape[0]
+    make = torch.empty if chunk >= rows else torch.zeros
+    dweight = make(kernel.shape if of_weight else (0,), dtype=dweight_dtype, device=x.device)
+    buffer = torch.empty(chunk, filled, dtype=x.dtype, device=x.device)
+    block, fp16 = min(power_of_two(filled), _LARGEST_BLOCK), x.dtype == torch.float16
     # Products write where they are told to: autocast leaves such calls alone.
     for first in range(0, rows, chunk):
         part, logits = x[first : first + chunk], buffer[: min(chunk, rows - first)]
         torch.mm(part, kernel.t(), out=logits)
         launch_at(
             x, cross_entropy_rows, (logits.shape[0],),
-            logits, targets[first:], losses[first:], logits.stride(0), vocabulary, ignore_index, factor,
-            z_loss, GRADIENT=of_x or of_weight, WIDE=wide(x.dtype), BLOCK=block, num_warps=warps_for(block),
-            **_ASSERTING,
+            logits, targets[first:], losses[first:], count, filled, vocabulary, filled, ignore_index,
+            _FP16_FACTOR if fp16 else 1.0, z_loss, GRADIENT=of_x or of_weight, DIVIDED=not fp16,
+            WIDE=wide(x.dtype), BLOCK=block, num_warps=warps_for(block), **_ASSERTING,
         )  # fmt: skip
         if of_x:
             torch.mm(logits, kernel, out=dx[first : first + chunk])
         if of_weight:
-            _add_product(dweight, logits.t(), part)
-    return losses.sum() / count, count, dx, dweight
+            _add_product(dweight, logits.t(), part, first=chunk >= rows)
+    return losses.sum() / count, count, dx, dweight[:vocabulary]
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in the dtype of the total, whatever the factors'."""
+def _aligned(weight: Tensor) -> Tensor:
+    """The weight (V, M), with rows of zeros below it where rows of logits have more columns."""
+    missing = loss_columns(weight.shape[0]) - weight.shape[0]
+    return F.pad(weight, (0, 0, 0, missing)) if missing else weight
+
+
+def _summed(x: Tensor) -> torch.dtype:
+    """The dtype in which sums over rows are made."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _dweight_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """The dtype of the weight's gradient until backward: its own where one product in bf16 makes it."""
+    one = x.shape[0] <= loss_chunk_rows(x.shape[0], weight.shape[0], x.element_size())
+    return x.dtype if one and x.dtype == weight.dtype == torch.bfloat16 else _summed(x)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """total += left @ right, in the dtype of the total, whatever the factors'; first: the total holds nothing yet."""
+    if first and left.dtype == total.dtype:
+        torch.mm(left, right, out=total)
+        return
+    if first:
+        total.zero_()
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif left.is_cuda:
@@ -140,17 +177,16 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _fake_forward(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, z_loss: float, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    summed = torch.promote_types(x.dtype, torch.float32)
     return (
-        torch.empty((), dtype=summed, device=x.device),
+        torch.empty((), dtype=_summed(x), device=x.device),
         torch.empty((), dtype=torch.int64, device=x.device),
         torch.empty(x.shape if of_x else (0,), dtype=x.dtype, device=x.device),
-        torch.empty(weight.shape if of_weight else (0,), dtype=summed, device=x.device),
+        torch.empty(weight.shape if of_weight else (0,), dtype=_dweight_dtype(x, weight), device=x.device),
     )
 
 
 def _backward(gradient: Tensor, count: Tensor, summed: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """The gradient of the mean, from that of the sum over all rows times the divisor."""
+    """The gradient of the loss, from what forward made; divisor: 0 where that is divided already."""
     out = _fake_backward(gradient, count, summed, divisor, dtype)
     if summed.numel():
         numbers = summed.numel()
@@ -160,6 +196,10 @@ def _backward(gradient: Tensor, count: Tensor, summed: Tensor, divisor: float, d
             WIDE=wide(summed.dtype), BLOCK=_SCALED_BLOCK, num_warps=8,
         )  # fmt: skip
     return out
+
+
+def _as_expression(gradient: Tensor, _count: Tensor, made: Tensor, _divisor: float, dtype: torch.dtype) -> Tensor:
+    return (made.to(_summed(made)) * gradient).to(dtype)
 
 
 def _fake_backward(gradient: Tensor, count: Tensor, summed: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
@@ -204,9 +244,13 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         operators.refuse_second_derivative(_NAME)
         count, dx, dweight = ctx.saved_tensors
-        run = torch.ops.stepscope.linear_cross_entropy_backward if operators.watched(gradients[0], dx) else _backward
+        fp16, run = dx.dtype == torch.float16, _backward
+        if torch.compiler.is_compiling() and not fp16:
+            run = _as_expression  # which a compiler computes with what comes after it
+        elif operators.watched(gradients[0], dx):
+            run = torch.ops.stepscope.linear_cross_entropy_backward
         of_x, of_weight = ctx.needs
-        divisor = _FP16_FACTOR if dx.dtype == torch.float16 else 1.0
+        divisor = _FP16_FACTOR if fp16 else 0.0
         return (
             run(gradients[0], count, dx, divisor, dx.dtype) if of_x else None,
             run(gradients[0], count, dweight, divisor, ctx.dtype) if of_weight else None,
