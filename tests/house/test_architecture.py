@@ -29,7 +29,7 @@ LIBRARIES = {
     "core": {"msgspec"},
     "recording": {"msgspec", "nvtx", "torch"},
     "traces": {"adbc_driver_sqlite", "msgspec", "numpy", "polars"},
-    "allocations": {"msgspec", "polars"},
+    "allocations": {"msgspec", "numpy", "polars"},
     "kernels": {"msgspec", "torch", "triton"},
     "runs": {"msgspec"},
     "training": {"liger_kernel", "msgspec", "quack", "torch", "transformers"},

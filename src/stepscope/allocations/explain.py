@@ -13,15 +13,14 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from operator import attrgetter
 from typing import Literal, cast, get_args
 
 import msgspec
 import polars as pl
 
 from stepscope.allocations.plain_pickle import without_collector
-from stepscope.allocations.replay import BEFORE, Allocation, Replay, replay
-from stepscope.allocations.snapshot import AUTOGRAD, NO_STACK, Annotation, Sign, Snapshot, Stacks
+from stepscope.allocations.replay import BEFORE, NEVER, Allocations, Replay, replay
+from stepscope.allocations.snapshot import AUTOGRAD, NO_STACK, ORDINARY, Annotation, Sign, Snapshot, Stacks
 from stepscope.core.evidence import CATEGORIES, MemoryCategory, MemoryNotes, PhaseMemory, PhaseSpan, TensorNote
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import ATTENTION_PARTS, BACKWARD, FORWARD, OPTIMIZER, PHASES, RECOMPUTATION
@@ -337,7 +336,7 @@ OF_TENSORS = tuple(category for category in CATEGORIES if category != ROUNDING)
 
 
 def notes_by_allocation(
-    snapshot: Snapshot, notes: MemoryNotes, allocations: list[Allocation]
+    snapshot: Snapshot, notes: MemoryNotes, allocations: Allocations
 ) -> tuple[dict[int, TensorNote], int]:
     """The note of each allocation that has one, and the number of notes that match no allocation.
 
@@ -346,9 +345,9 @@ def notes_by_allocation(
     """
     wanted = {note.address for note in notes.tensors}
     at_address: dict[int, list[int]] = {address: [] for address in wanted}
-    for i, allocation in enumerate(allocations):
-        if allocation.address in wanted:
-            at_address[allocation.address].append(i)
+    for i, address in enumerate(allocations.columns["address"].tolist()):
+        if address in wanted:
+            at_address[address].append(i)
     by_allocation: dict[int, TensorNote] = {}
     lost = 0
     rank = {category: i for i, category in enumerate(CATEGORIES)}
@@ -451,10 +450,8 @@ class Explained:
 
     def unsure_at(self, event: int) -> int:
         """The number of blocks alive after an event that may be up to 1 MiB longer than counted."""
-        return sum(
-            allocation.open_ended and allocation.alloc <= event and (allocation.free is None or allocation.free > event)
-            for allocation in self.replay.allocations
-        )
+        unsure = map(self.replay.allocations.__getitem__, self.replay.allocations.open_ended)
+        return sum(one.alloc <= event and (one.free is None or one.free > event) for one in unsure)
 
     def exact_at(self, event: int) -> bool:
         """Whether the allocated bytes after an event are known to the byte."""
@@ -538,8 +535,10 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
     """The table of allocations, with all columns that need no notes."""
     history, allocations = snapshot.events, replayed.allocations
     pools = {pool: i for i, pool in enumerate(replayed.by_pool)}
-    whole = ("alloc", "free", "completed", "address", "requested", "block", "stream")
-    rows = {name: pl.Series(name, list(map(attrgetter(name), allocations)), dtype=pl.Int64) for name in whole}
+    ordinary = array("i", [pools.get(ORDINARY, 0)]) * len(allocations)
+    rows = {name: pl.Series(name, column) for name, column in allocations.columns.items()}
+    for name in ("free", "completed"):
+        rows[name] = rows[name].set(rows[name] == NEVER, None)
     alloc, free = rows["alloc"], rows["free"]
     is_new = alloc >= 0
     times = pl.Series(snapshot.times, dtype=pl.Int64) - snapshot.start_us
@@ -562,7 +561,7 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
             "alloc_us": _at(times, alloc),
             "free_us": _at(times, free),
             **{name: rows[name] for name in ("address", "requested", "block", "stream")},
-            "pool": pl.Series([pools.get(a.pool, 0) for a in allocations], dtype=pl.Int32),
+            "pool": pl.Series([pools.get(pool, 0) for pool in allocations.pools] or ordinary, dtype=pl.Int32),
             "phase": of_ranges("phase"),
             "module": of_ranges("module"),
             "part": of_ranges("part"),

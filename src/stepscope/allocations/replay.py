@@ -17,19 +17,21 @@ What holds under the default settings is stated once, where it is predicted (pre
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from typing import Any
 
 import msgspec
+import numpy as np
 
-from stepscope.allocations.prediction.caching_allocator import SMALL_REQUEST, SMALLEST, rest_is_split_off
+from stepscope.allocations.prediction.caching_allocator import SMALL_REQUEST, SMALLEST, least_rest
 from stepscope.allocations.prediction.caching_allocator import rounded as rounded_by_default
 from stepscope.allocations.snapshot import GIVES, ORDINARY, TAKES, Event, PoolId, Segment, Settings, Snapshot
 
 BEFORE = -1
 """Index of an event that precedes the history."""
+NEVER = -2
+"""Index of an event that does not come, in a column of them."""
 
 
 class Allocation(msgspec.Struct, kw_only=True, gc=False):
@@ -49,6 +51,41 @@ class Allocation(msgspec.Struct, kw_only=True, gc=False):
     pool: PoolId = ORDINARY
     open_ended: bool = False
     """Whether the block's end is unknown: it counts as long as its request, and may have been up to 1 MiB longer."""
+
+
+class Allocations(Sequence[Allocation]):
+    """Allocations by column, as 64-bit integers: an Allocation is made where one is asked for."""
+
+    COLUMNS = ("address", "requested", "block", "alloc", "free", "completed", "stream")
+
+    def __init__(self, columns: dict[str, np.ndarray[Any, Any]], open_ended: set[int]) -> None:
+        self.columns, self.open_ended = columns, open_ended
+        self.pools: list[PoolId] = []
+        """The pool of each; empty where all are ordinary."""
+
+    @classmethod
+    def of(cls, made: list[Allocation]) -> "Allocations":
+        rows = [[getattr(one, name) for one in made] for name in cls.COLUMNS]
+        whole = [[NEVER if value is None else value for value in row] for row in rows]
+        columns = {name: np.array(row, dtype=np.int64) for name, row in zip(cls.COLUMNS, whole, strict=True)}
+        return cls(columns, {at for at, one in enumerate(made) if one.open_ended})
+
+    def __len__(self) -> int:
+        return len(self.columns["alloc"])
+
+    def __getitem__(self, at: Any) -> Any:
+        """The allocation at a place, or a list of those of a slice."""
+        if isinstance(at, slice):
+            return [self[i] for i in range(len(self))[at]]
+        figures = {name: int(column[at]) for name, column in self.columns.items()}
+        ends = {name: None if figures[name] == NEVER else figures[name] for name in ("free", "completed")}
+        pool: PoolId = self.pools[at] if self.pools else ORDINARY
+        return Allocation(**{**figures, **ends}, pool=pool, open_ended=at % len(self) in self.open_ended)  # type: ignore[arg-type]
+
+    def live_at_end(self) -> dict[int, int]:
+        """The block of each that nothing frees, by its address."""
+        live = self.columns["free"] == NEVER
+        return dict(zip(self.columns["address"][live].tolist(), self.columns["block"][live].tolist(), strict=True))
 
 
 class Contradiction(Exception):
@@ -74,8 +111,8 @@ class Layout:
         self.settings = settings
         self.always_splits = settings.expandable_segments
         self.split_below = settings.max_split_size if settings.max_split_size > 0 else 1 << 63
-        self._rounded: dict[int, int] = {}
-        """Requests that came before, of which there are few sizes."""
+        self._needs: dict[int, tuple[int, int]] = {}
+        """`_need` of requests that came before, of which there are few sizes."""
         self.free_from: dict[int, int] = {}
         """Start of each free block -> its end."""
         self.free_to: dict[int, int] = {}
@@ -99,24 +136,27 @@ class Layout:
 
     def take(self, address: int, size: int) -> int:
         """Bytes of the block that a request gets at an address. Raises Contradiction where no free block starts."""
-        end = self.free_from.get(address)
+        end = self.free_from.pop(address, None)
         if end is None:
             raise Contradiction(f"nothing free starts at {address:#x}")
-        need = self._rounded.get(size)
-        if need is None:
-            need = self._rounded[size] = rounded(size, self.settings)
+        need, least_rest = self._needs.get(size) or self._need(size)
         rest = end - address - need
+        if rest >= least_rest:
+            self.free_from[address + need] = end
+            self.free_to[end] = address + need
+            return need
         if rest < 0:
             raise Contradiction(f"{need} bytes are taken at {address:#x} where {end - address} are free")
-        del self.free_from[address]
+        if self.free_to.pop(end, None) is None:
+            raise Contradiction(f"the free memory at {address:#x} came from the driver twice")
+        return end - address
+
+    def _need(self, size: int) -> tuple[int, int]:
+        """Bytes that a request is rounded up to, and the least rest of a block that is split off."""
+        need = rounded(size, self.settings)
         small = self.always_splits or need <= SMALL_REQUEST
-        if not rest_is_split_off(rest, small) or not (small or need < self.split_below):
-            if self.free_to.pop(end, None) is None:
-                raise Contradiction(f"the free memory at {address:#x} came from the driver twice")
-            return end - address
-        self.free_from[address + need] = end
-        self.free_to[end] = address + need
-        return need
+        self._needs[size] = need, least_rest(small) if small or need < self.split_below else 1 << 63
+        return self._needs[size]
 
     def give(self, start: int, end: int, expandable: bool) -> None:
         """Add memory from the driver. Pages of an expandable segment continue what lies before and after them."""
@@ -324,7 +364,7 @@ def joined_segments(held: dict[int, Segment]) -> list[Segment]:
 class Replay:
     """Every allocation, and how far the replay can be trusted. Allocations from before the history come first."""
 
-    allocations: list[Allocation]
+    allocations: Allocations
     reserved: list[tuple[int, int]]
     """Bytes held from the driver after each event that changed them. The first entry is before all events."""
     segments: list[Segment] | None = None
@@ -341,17 +381,18 @@ class Replay:
 
     @property
     def exact(self) -> bool:
-        return not self.faults and not any(allocation.open_ended for allocation in self.allocations)
+        return not self.faults and not self.allocations.open_ended
 
     @property
     def peak_bytes(self) -> int:
         """The most that was allocated after any event, or at the start."""
-        changes: Counter[int] = Counter({BEFORE: 0})
-        for allocation in self.allocations:
-            changes[allocation.alloc] += allocation.block
-            if allocation.free is not None:
-                changes[allocation.free] -= allocation.block
-        return max(accumulate(changes[event] for event in sorted(changes)))
+        columns = self.allocations.columns
+        freed = columns["free"] != NEVER
+        events = np.concatenate([[BEFORE], columns["alloc"], columns["free"][freed]])
+        changes = np.concatenate([[0], columns["block"], -columns["block"][freed]])
+        order = np.argsort(events, kind="stable")
+        is_last = np.append(np.diff(events[order]) != 0, True)
+        return int(np.cumsum(changes[order])[is_last].max())
 
 
 def replay(snapshot: Snapshot) -> Replay:
@@ -360,18 +401,17 @@ def replay(snapshot: Snapshot) -> Replay:
         return _without_blocks(snapshot)
     replayed, faults = None, list[str]()
     if snapshot.segments_before is not None:
-        known = Replay(allocations=blocks_of(snapshot.segments_before), reserved=[], start_known=True)
         try:
-            faults = _run(snapshot, known, snapshot.segments_before, {}).faults
+            replayed = _run(snapshot, blocks_of(snapshot.segments_before), snapshot.segments_before, {})
+            faults = replayed.faults
         except Contradiction as fault:
             faults = [str(fault)]
-        replayed = None if faults else known
+        replayed = None if faults else replayed
         faults = [f"the layout written down for the start does not fit the events ({fault})" for fault in faults[:1]]
     if replayed is None:
         try:
-            blocks, segments, open_ended = work_out_start(snapshot)
-            worked_out = Replay(allocations=blocks, reserved=[], start_known=False, faults=faults)
-            replayed = _run(snapshot, worked_out, segments, open_ended)
+            replayed = _run(snapshot, *work_out_start(snapshot))
+            replayed.start_known, replayed.faults = False, [*faults, *replayed.faults]
         except Contradiction as fault:
             replayed = without_layout(snapshot, [*faults, str(fault)])
     if replayed.segments is not None:
@@ -379,80 +419,126 @@ def replay(snapshot: Snapshot) -> Replay:
     return replayed
 
 
-def _run(  # noqa: PLR0912 - a branch for each kind of event, in the loop that all events pass
-    snapshot: Snapshot, start: Replay, segments: list[Segment], open_ended: dict[int, int]
-) -> Replay:
-    """Replay the events from a layout.
+_ALLOC, _FREED, _ASKED, _ENDED, _OTHER = range(5)
+"""Kinds of events in a replay. The second is both of the next: most frees end with the event after their request."""
+
+
+def _kinds(snapshot: Snapshot) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """The events that change blocks, and of which kind each is."""
+    history = snapshot.events
+    number = {"alloc": _ALLOC, "free_requested": _ASKED, "free_completed": _ENDED}
+    numbers = [number.get(action, _OTHER if action in GIVES | TAKES else -1) for action in history.actions]
+    kinds = np.array(numbers, dtype=np.int64)[np.frombuffer(history.kinds, dtype=np.int32)]
+    addresses = np.frombuffer(history.addresses, dtype=np.int64)
+    at_once = (kinds[:-1] == _ASKED) & (kinds[1:] == _ENDED) & (addresses[:-1] == addresses[1:])
+    kinds[:-1][at_once] = _FREED
+    kinds[1:][at_once] = -1
+    kept = np.flatnonzero(kinds >= 0)
+    return kept, kinds[kept]
+
+
+def _run(snapshot: Snapshot, before: list[Allocation], segments: list[Segment], open_ended: dict[int, int]) -> Replay:
+    """Replay the events from a layout: what was allocated then, and the segments.
 
     `open_ended` holds the blocks at the start whose remainder is unknown: their addresses, by the block's end without
     a remainder.
     """
-    layout = Layout(snapshot.settings)
-    allocations = start.allocations
-    live = {a.address: i for i, a in enumerate(allocations) if a.free is None}
-    awaiting = {a.address: i for i, a in enumerate(allocations) if a.free is not None}
-    layout.fill(segments, allocations)
-    reserved = sum(segment.total_size for segment in segments)
-    start.reserved, start.segments = [(BEFORE, reserved)], segments
-    free_from, free_to = layout.free_from, layout.free_to
-    for i, (action, address, size, stream) in enumerate(snapshot.events.steps()):
-        if action == "alloc":
-            if open_ended and address not in free_from:
-                _close(layout, allocations, live | awaiting, open_ended, address)
-            if address in live:
-                raise Contradiction(f"event {i} allocates {address:#x}, where something is allocated")
-            live[address] = len(allocations)
-            block = layout.take(address, size)
-            allocations.append(Allocation(address=address, requested=size, block=block, alloc=i, stream=stream))
-        elif action == "free_requested":
-            index = live.pop(address, None)
-            if index is None:
-                raise Contradiction(f"event {i} frees {address:#x}, where nothing is allocated")
-            allocations[index].free = i
-            awaiting[address] = index
-        elif action == "free_completed":
-            index = awaiting.pop(address, None)
-            if index is None:
-                raise Contradiction(f"event {i} ends a free of {address:#x} that was not asked for")
-            allocations[index].completed = i
-            end = address + allocations[index].block
-            if open_ended and open_ended.pop(end, None) is not None:
-                allocations[index].open_ended = True
-            if address in free_to or end in free_from:
-                layout.add_free(address, end)
+    history, layout = snapshot.events, Layout(snapshot.settings)
+    layout.fill(segments, before)
+    addresses, sizes = (np.frombuffer(column, dtype=np.int64) for column in (history.addresses, history.sizes))
+    made = history.at("alloc")
+    start = Allocations.of(before)
+    columns = {
+        "address": np.concatenate([start.columns["address"], addresses[made]]),
+        "requested": np.concatenate([start.columns["requested"], sizes[made]]),
+        "alloc": np.concatenate([start.columns["alloc"], made]),
+        "stream": np.concatenate([start.columns["stream"], np.frombuffer(history.streams, dtype=np.int64)[made]]),
+    }
+    walk = _Walk(layout, before, open_ended, len(made))
+    reserved = walk.follow(snapshot, sum(segment.total_size for segment in segments))
+    for name, values in (("block", walk.blocks), ("free", walk.frees), ("completed", walk.completed)):
+        columns[name] = np.array(values, dtype=np.int64)
+    allocations = Allocations(columns, walk.unsure | {walk.places[address] for address in open_ended.values()})
+    faults = [*_differences(snapshot, allocations, reserved[-1][1])]
+    return Replay(allocations=allocations, reserved=reserved, segments=segments, start_known=True, faults=faults)
+
+
+class _Walk:
+    """What the events do to a layout, by the number of the allocation: those from before, then those of the history."""
+
+    def __init__(self, layout: Layout, before: list[Allocation], open_ended: dict[int, int], made: int) -> None:
+        self.layout, self.open_ended = layout, open_ended
+        self.places = {allocation.address: at for at, allocation in enumerate(before)}
+        self.live = {a.address: at for at, a in enumerate(before) if a.free is None}
+        self.awaiting = {a.address: at for at, a in enumerate(before) if a.free is not None}
+        self.blocks = [allocation.block for allocation in before]
+        self.frees = [NEVER if allocation.free is None else allocation.free for allocation in before] + [NEVER] * made
+        self.completed = [NEVER] * len(self.frees)
+        self.unsure: set[int] = set()
+
+    def follow(self, snapshot: Snapshot, held: int) -> list[tuple[int, int]]:
+        """Follow all events. Returns what was reserved after each that changed it, from `held` bytes on."""
+        live, blocks, frees, take, open_ended = self.live, self.blocks, self.frees, self.layout.take, self.open_ended
+        free_from, free_to = self.layout.free_from, self.layout.free_to
+        completed, awaiting = self.completed, self.awaiting
+        reserved = [(BEFORE, held)]
+        kept, kinds = _kinds(snapshot)
+        columns = [np.frombuffer(c, dtype=np.int64)[kept] for c in (snapshot.events.addresses, snapshot.events.sizes)]
+        for i, kind, address, size in zip(*(c.tolist() for c in (kept, kinds, *columns)), strict=True):
+            if kind == _ALLOC:
+                if open_ended and address not in free_from:
+                    self._close(address)
+                if address in live:
+                    raise Contradiction(f"event {i} allocates {address:#x}, where something is allocated")
+                live[address] = len(blocks)
+                blocks.append(take(address, size))
+            elif kind == _OTHER:
+                reserved.append((i, self._of_driver(snapshot.events[i], reserved[-1][1])))
             else:
-                free_from[address], free_to[end] = end, address
-        elif action in GIVES:
-            layout.give(address, address + size, action == "segment_map")
-            reserved += size
-            start.reserved.append((i, reserved))
-        elif action in TAKES:
-            layout.drop(address, address + size, action == "segment_unmap")
-            reserved -= size
-            start.reserved.append((i, reserved))
-    for address in open_ended.values():
-        allocations[(live | awaiting)[address]].open_ended = True
-    start.faults += _differences(snapshot, allocations, reserved)
-    return start
+                at = live.pop(address, None) if kind != _ENDED else awaiting.pop(address, None)
+                if at is None:
+                    what = "ends a free of {} that was not asked for" if kind == _ENDED else _NOT_THERE
+                    raise Contradiction(f"event {i} {what.format(hex(address))}")
+                if kind == _ASKED:
+                    frees[at], awaiting[address] = i, at
+                    continue
+                if kind == _FREED:
+                    frees[at] = i
+                    i += 1  # noqa: PLW2901 - the event that ends it
+                completed[at], end = i, address + blocks[at]
+                if open_ended and open_ended.pop(end, None) is not None:
+                    self.unsure.add(at)
+                if address in free_to or end in free_from:
+                    self.layout.add_free(address, end)
+                else:
+                    free_from[address], free_to[end] = end, address
+        return reserved
+
+    def _of_driver(self, event: Event, reserved: int) -> int:
+        """Memory comes from the driver or goes back; returns what is reserved then."""
+        end, is_given = event.addr + event.size, event.action in GIVES
+        change = self.layout.give if is_given else self.layout.drop
+        change(event.addr, end, event.action in {"segment_map", "segment_unmap"})
+        return reserved + event.size if is_given else reserved - event.size
+
+    def _close(self, address: int) -> None:
+        """Lengthen the block before an allocation that begins inside a free block. It was longer than its request."""
+        inside = self.layout.free_block_round(address)
+        if inside is None or inside[0] not in self.open_ended or address - inside[0] > SMALL_REQUEST:
+            return
+        start, end = inside
+        self.blocks[self.places[self.open_ended.pop(start)]] += address - start
+        del self.layout.free_from[start]
+        self.layout.free_from[address], self.layout.free_to[end] = end, address
 
 
-def _close(
-    layout: Layout, allocations: list[Allocation], held: dict[int, int], open_ended: dict[int, int], address: int
-) -> None:
-    """Lengthen the block before an allocation that begins inside a free block. It was longer than its request."""
-    inside = layout.free_block_round(address)
-    if inside is None or inside[0] not in open_ended or address - inside[0] > SMALL_REQUEST:
-        return
-    start, end = inside
-    allocations[held[open_ended.pop(start)]].block += address - start
-    del layout.free_from[start]
-    layout.free_from[address], layout.free_to[end] = end, address
+_NOT_THERE = "frees {}, where nothing is allocated"
 
 
-def _differences(snapshot: Snapshot, allocations: list[Allocation], reserved: int) -> Iterator[str]:
+def _differences(snapshot: Snapshot, allocations: Allocations, reserved: int) -> Iterator[str]:
     """Sentences on where the outcome differs from the segments at the end. No difference proves the replay."""
     there = {a.address: a.block for a in blocks_of(snapshot.segments) if a.free is None}
-    here = {a.address: a.block for a in allocations if a.free is None}
+    here = allocations.live_at_end()
     held = sum(segment.total_size for segment in snapshot.segments)
     if here != there:
         differing = sum(here.get(address) != there.get(address) for address in here.keys() | there.keys())
@@ -489,17 +575,18 @@ def _follow_pools(snapshot: Snapshot, replayed: Replay, segments: list[Segment])
         return
     held = _Extents(segments)
     history = replayed.by_pool = {pool: [(BEFORE, held.bytes(pool))] for pool in sorted(pools | {ORDINARY})}
-    at = 0
+    columns, of_each = replayed.allocations.columns, list[PoolId]()
+    addresses, made = columns["address"].tolist(), columns["alloc"].tolist()
     for i in (*snapshot.segment_events, len(snapshot.events)):
-        while at < len(replayed.allocations) and replayed.allocations[at].alloc < i:
-            replayed.allocations[at].pool = held.pool_at(replayed.allocations[at].address)
-            at += 1
+        while len(of_each) < len(made) and made[len(of_each)] < i:
+            of_each.append(held.pool_at(addresses[len(of_each)]))
         if i == len(snapshot.events):
             break
         start, end = snapshot.events[i].addr, snapshot.events[i].addr + snapshot.events[i].size
         changes = held.give(start, end, replayed.pools[i]) if i in replayed.pools else held.take(start, end)
         for pool, change in changes:
             history[pool].append((i, history[pool][-1][1] + change))
+    replayed.allocations.pools = of_each
 
 
 class _Extents:
@@ -549,12 +636,11 @@ def _without_blocks(snapshot: Snapshot) -> Replay:
         Allocation(address=note.address, requested=note.bytes, block=note.bytes)
         for note in {note.address: note for note in reversed(before)}.values()
     ]
-    start = Replay(allocations=allocations, reserved=[(BEFORE, 0)], start_known=bool(notes))
-    live = {a.address: a for a in allocations}
+    live, faults = {a.address: a for a in allocations}, list[str]()
     for i, (action, address, size, stream) in enumerate(snapshot.events.steps()):
         if action == "alloc":
             if address in live:
-                start.faults.append(f"event {i} allocates {address:#x}, where something is allocated")
+                faults.append(f"event {i} allocates {address:#x}, where something is allocated")
                 live[address].free = live[address].completed = i
             live[address] = Allocation(address=address, requested=size, block=size, alloc=i, stream=stream)
             allocations.append(live[address])
@@ -564,7 +650,8 @@ def _without_blocks(snapshot: Snapshot) -> Replay:
                 freed = Allocation(address=address, requested=size, block=size, stream=stream)
                 allocations.append(freed)
             freed.free = freed.completed = i
-    return start
+    whole = Allocations.of(allocations)
+    return Replay(allocations=whole, reserved=[(BEFORE, 0)], start_known=bool(notes), faults=faults)
 
 
 def without_layout(snapshot: Snapshot, faults: list[str]) -> Replay:
@@ -599,4 +686,5 @@ def without_layout(snapshot: Snapshot, faults: list[str]) -> Replay:
         segments, _ = segments_at_start(snapshot)
     except Contradiction:
         segments = None
-    return Replay(allocations=allocations, reserved=history, segments=segments, start_known=False, faults=faults)
+    whole = Allocations.of(allocations)
+    return Replay(allocations=whole, reserved=history, segments=segments, start_known=False, faults=faults)

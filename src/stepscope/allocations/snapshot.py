@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import IntFlag
 from functools import cached_property
-from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
+import numpy as np
 
 from stepscope.allocations.plain_pickle import Columns, StackPlaces, read_with_columns, without_collector
 from stepscope.core.errors import InputError, one_line, printable
@@ -106,10 +106,14 @@ class History(Sequence[Event]):
         """The action, address, size and stream of each event: what a replay needs."""
         return zip(map(self.actions.__getitem__, self.kinds), self.addresses, self.sizes, self.streams, strict=True)
 
+    def at(self, *actions: str) -> np.ndarray[Any, Any]:
+        """The places of the events of these actions, ascending."""
+        wanted = np.array([action in actions for action in self.actions], dtype=bool)
+        return np.flatnonzero(wanted[np.frombuffer(self.kinds, dtype=np.int32)])
+
     def where(self, *actions: str) -> list[int]:
         """The events of these actions."""
-        wanted = {number for number, action in enumerate(self.actions) if action in actions}
-        return [at for at, kind in enumerate(self.kinds) if kind in wanted] if wanted else []
+        return self.at(*actions).tolist()
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,7 +266,8 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
         # Times never fall: the events' order is the allocator's, and clocks of two cores may differ by a little.
         # Histories of PyTorch 2.0 have no times: places in the history stand for them.
         has_times = bool(events and events.times[-1])
-        times = array("q", accumulate(events.times, max) if has_times else range(len(events)))
+        rising = np.maximum.accumulate(np.frombuffer(events.times, dtype=np.int64))
+        times = array("q", rising.tobytes()) if has_times else array("q", range(len(events)))
         return Snapshot(
             source=source,
             device=index,
@@ -296,7 +301,7 @@ def _history(trace: Columns | list[Any], where: str, source: str) -> History:
         columns = Columns(StackPlaces())
         columns.take(_convert(trace, list[Event], source, where), attrgetter)
     history = History(columns)
-    if sum(history.sizes) > _MOST_BYTES:
+    if np.frombuffer(history.sizes, dtype=np.int64).sum(dtype=float) > _MOST_BYTES:
         raise InputError(f"{source}: no memory snapshot that can be read: its sizes add up to more than any memory")
     return history
 

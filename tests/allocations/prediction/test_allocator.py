@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stepscope.allocations.prediction.caching_allocator import (
     CachingAllocator,
     OutOfMemory,
-    rest_is_split_off,
+    least_rest,
     rounded,
     segment_size,
 )
@@ -48,8 +48,7 @@ def test_segments_are_of_2_of_20_or_of_a_multiple_of_2_mib(size: int, expected: 
 
 
 def test_a_rest_is_split_off_from_512_bytes_in_a_small_block_and_beyond_1_mib_in_a_large_one():
-    assert rest_is_split_off(512, small=True) and not rest_is_split_off(0, small=True)
-    assert rest_is_split_off(MIB + 512, small=False) and not rest_is_split_off(MIB, small=False)
+    assert least_rest(small=True) == 512 and MIB < least_rest(small=False) <= MIB + 512
 
 
 def test_nothing_is_taken_for_nothing():

@@ -58,9 +58,9 @@ def segment_size(size: int) -> int:
     return -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
 
 
-def rest_is_split_off(rest: int, small: bool) -> bool:
-    """Whether the rest of a block, beyond the request, becomes a block of its own."""
-    return rest >= SMALLEST if small else rest > SMALL_REQUEST
+def least_rest(small: bool) -> int:
+    """The least rest of a block, beyond the request, that becomes a block of its own."""
+    return SMALLEST if small else SMALL_REQUEST + 1
 
 
 class _Block:
@@ -95,7 +95,7 @@ class CachingAllocator:
         place = bisect_left(free, (size, 0))
         block = self._blocks[free.pop(place)[1]] if place < len(free) else self._segment(size, small)
         rest = block.size - size
-        if rest and rest_is_split_off(rest, small):
+        if rest >= least_rest(small):
             # The rest lies behind the block, before the one that was there.
             after, behind = block.after, _Block(block.address + size, rest, small)
             behind.before, behind.after = block, after

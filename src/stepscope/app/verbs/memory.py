@@ -54,17 +54,26 @@ def memory(
     Raises InputError where there is no such file or moment, or the file is damaged: nothing in a pickle is executed.
     Needs no PyTorch.
     """
+    place = find_place(str(path), Path(runs))
+    explained, moment = _explained(place, at, device)
+    return Remembered(place, explained, moment, _answer(explained, moment, stacks))
+
+
+def _explained(place: Path, at: str | None, device: int | None) -> "tuple[Explained, Moment]":
     give_pages_back()
-    from stepscope.allocations.answer import answer_memory
     from stepscope.allocations.at_moment import moment_at
     from stepscope.allocations.explain import explain
     from stepscope.allocations.snapshot import read_snapshot
 
-    place = find_place(str(path), Path(runs))
     explained = explain(read_snapshot(place, device=device))
     explained.self_check()
-    moment = moment_at(explained, at)
-    return Remembered(place, explained, moment, shown_answer(answer_memory(explained, moment, stacks)))
+    return explained, moment_at(explained, at)
+
+
+def _answer(explained: "Explained", moment: "Moment", stacks: int) -> ShownAnswer:
+    from stepscope.allocations.answer import answer_memory
+
+    return shown_answer(answer_memory(explained, moment, stacks))
 
 
 Device = Annotated[
@@ -93,7 +102,9 @@ def command(
 ) -> None:
     """Where the memory went: the peak by category, tensor, line of code and block, every byte accounted for."""
     with told_where_long(f"reading {file}"):
-        remembered = memory(file, at=at, device=device, stacks=stacks or 0, runs=runs)
+        explained, moment = _explained(find_place(str(file), Path(runs)), at, device)
     from stepscope.allocations.answer import memory_document
 
-    shown.show(remembered.answer, document=lambda: memory_document(remembered.explained, remembered.moment), save=save)
+    alone = shown.json and not shown.brief and save is None  # then nothing shows the answer
+    answers = () if alone else (_answer(explained, moment, stacks or 0),)
+    shown.show(*answers, document=lambda: memory_document(explained, moment), save=save)
