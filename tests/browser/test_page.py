@@ -112,7 +112,7 @@ def test_a_page_is_whole(browser: "Browser", files: dict[str, Path], name: str, 
             page.get_by_role("button", name="Unfold all").click()
         assert page.locator("details:not([open])").count() == 0
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0], "nothing is wider than the screen"
-        pictures = page.locator("figure.plot svg, figure.timeline svg")
+        pictures = page.locator("figure.plot .scroll svg, figure.timeline svg")
         for place in range(pictures.count()):
             box = pictures.nth(place).bounding_box()
             assert box is not None and box["width"] > 50 and box["height"] > 10

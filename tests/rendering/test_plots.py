@@ -541,10 +541,12 @@ def test_the_verb_plots_what_it_prints(tmp_path: Path):
 def test_a_machine_without_the_libraries_is_told_in_one_line():
     code = """
 import sys
+from pathlib import Path
 sys.modules["vl_convert"] = None
 from stepscope.core.errors import InputError
+from stepscope.rendering.plots import check_target
 try:
-    import stepscope.rendering.plots
+    check_target(Path("plot.svg"))
 except InputError as error:
     print(error)
 """

@@ -61,7 +61,10 @@ NUMBER = ",.10~r"
 """d3's format: plain decimals, thousands separated, no trailing zeros."""
 
 
-_POWERS = f"abs(log(datum.value) / LN10) < 4.5 ? format(datum.value, '{NUMBER}') : format(datum.value, '~e')"
+_PLAIN_DECADES = 4.5
+_POWERS = (
+    f"abs(log(datum.value) / LN10) < {_PLAIN_DECADES} ? format(datum.value, '{NUMBER}') : format(datum.value, '~e')"
+)
 """Vega's expression for a tick's label: beyond 10,000 and below 0.0001 a power of ten, as in 1e-7."""
 
 
@@ -71,6 +74,34 @@ def log_ticks(low: float, high: float) -> list[float]:
     steps = (1, 2, 5) if math.log10(high / low) <= 3.2 else (1,)
     # Powers of ten by text: 10.0**-3 * 5 is not 0.005.
     return [tick for decade in decades for step in steps if low <= (tick := float(f"{step}e{decade}")) <= high]
+
+
+def ticks(low: float, high: float, count: int) -> list[float]:
+    """About so many round values between two ends, at steps of 1, 2 or 5 times a power of ten, as d3-array chooses."""
+    if not high > low:
+        return [low]
+    wanted = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(wanted))
+    error = wanted / power
+    step = power * (10 if error >= 50**0.5 else 5 if error >= 10**0.5 else 2 if error >= 2**0.5 else 1)
+    return [float(f"{n * step:.12g}") for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def y_ticks(low: float, high: float, *, log: bool) -> list[tuple[float, str]]:
+    """Where labels stand on an axis between two ends, and what they say."""
+    on_log = log_ticks(low, high) if log else []
+    return [(at, _tick_text(at, log=log)) for at in (on_log if len(on_log) > 2 else ticks(low, high, 6))]
+
+
+def x_ticks(xs: list[float], *, log: bool) -> list[tuple[float, str]]:
+    """The same for ascending values: at the values themselves where these are few and round."""
+    places = xs if _are_chosen(xs) else log_ticks(xs[0], xs[-1]) if log else ticks(xs[0], xs[-1], 10)
+    return [(at, _tick_text(at, log=log)) for at in places]
+
+
+def _tick_text(value: float, *, log: bool) -> str:
+    plain = not log or not value or abs(math.log10(abs(value))) < _PLAIN_DECADES
+    return f"{value:,.10g}" if plain else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def log_axis(low: float, high: float, *, grid: bool = True) -> Spec:
@@ -92,19 +123,8 @@ def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> Spec:
 
     Raises InputError where there is nothing to draw, or more than can be told apart.
     """
-    known = [point for point in panel.points if not point.missing]
-    if not known:
-        raise InputError("there is nothing to plot: no figure in any cell")
-    names = list(dict.fromkeys(_name(point) for point in panel.points))
-    lines = list(dict.fromkeys(printable(point.line) for point in panel.points))
-    if len(names) > MOST_BARS or len(lines) > len(PALETTE):
-        raise InputError(f"{len(names)} bars of {len(lines)} colours are more than a plot can tell apart")
+    known, names, lines, ends = bars_of(panel)
     stacked = panel.kind == "stack"
-    log = bool(panel.y_log) and not stacked
-    values = [value for p in known for value in (p.y, p.low, p.high) if value is not None]
-    if log and min(values) <= 0:
-        raise InputError(f"{panel.y_title} has a value of zero or less: no logarithmic axis can show it")
-    ends = (min(values) / 1.5, max(values) * 1.2) if log else None
     axis = log_axis(*ends) if ends else {"format": NUMBER, "tickCount": 6}
     scale = {"type": "log", "domain": list(ends), "nice": False} if ends else {"zero": True}
     rows = _field("name:N", sort=names, title=panel.x_title or None, axis={"labelLimit": 420, "grid": False})
@@ -137,14 +157,40 @@ def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> Spec:
     return {"layer": layers, "width": 640, "height": height, "title": _titled(title, subtitle)}
 
 
-def _name(point: Point) -> str:
+class Bars(NamedTuple):
+    """What is told apart in a panel of bars."""
+
+    known: list[Point]
+    names: list[str]
+    lines: list[str]
+    log_ends: tuple[float, float] | None
+    """The ends of a logarithmic axis; None for one from zero."""
+
+
+def bars_of(panel: Panel) -> Bars:
+    """The bars of a panel. Raises InputError where there is nothing to draw, or more than can be told apart."""
+    known = [point for point in panel.points if not point.missing]
+    if not known:
+        raise InputError("there is nothing to plot: no figure in any cell")
+    names = list(dict.fromkeys(name_of_bar(point) for point in panel.points))
+    lines = list(dict.fromkeys(printable(point.line) for point in panel.points))
+    if len(names) > MOST_BARS or len(lines) > len(PALETTE):
+        raise InputError(f"{len(names)} bars of {len(lines)} colours are more than a plot can tell apart")
+    log = bool(panel.y_log) and panel.kind != "stack"
+    values = [value for p in known for value in (p.y, p.low, p.high) if value is not None]
+    if log and min(values) <= 0:
+        raise InputError(f"{panel.y_title} has a value of zero or less: no logarithmic axis can show it")
+    return Bars(known, names, lines, (min(values) / 1.5, max(values) * 1.2) if log else None)
+
+
+def name_of_bar(point: Point) -> str:
     return printable(point.name, LONGEST_NAME)
 
 
 def _bar_rows(points: Sequence[Point], lines: Sequence[str]) -> list[Spec]:
     return [
-        {"name": _name(p), "line": printable(p.line), "y": p.y, "low": p.low, "high": p.high, "doubted": p.doubted,
-         "missing": printable(p.missing), "place": lines.index(printable(p.line))}
+        {"name": name_of_bar(p), "line": printable(p.line), "y": p.y, "low": p.low, "high": p.high,
+         "doubted": p.doubted, "missing": printable(p.missing), "place": lines.index(printable(p.line))}
         for p in points
     ]  # fmt: skip
 
@@ -262,20 +308,9 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
     A scale of None is logarithmic for values that span decades.
     Raises InputError where there is nothing to draw, or more lines than can be told apart.
     """
-    panels = [panel for panel in panels if any(point.is_drawn for point in panel.points)]
-    if not panels:
-        raise InputError("there is nothing to plot: no figure in any cell")
-    x_title, x_log, y_log, frame = panels[0].x_title, panels[0].x_log, panels[0].y_log, panels[0].frame
-    points = [point for panel in panels for point in panel.points]
-    lines, styles = told_apart(
-        (point.line for point in points), (point.style for point in points), "keep fewer runs with --where"
-    )
-    xs = sorted({point.x for point in points})
-    if x_log is None:
-        x_log = spans(xs, LOG_FROM_X)
+    panels, xs, x_log, lines, styles, joined = series_of(panels)
+    x_title, frame = panels[0].x_title, panels[0].frame
     x = _x_axis(xs, x_title, log=x_log)
-    # A legend of dashes would explain nothing where no line has two points.
-    joined = len({(point.line, point.style) for point in points}) < len({(p.line, p.style, p.x) for p in points})
     # A style is told by dashes, or by shapes where nothing joins the points. Not by both: Vega-Lite would draw them in
     # one legend, of dashed shapes that read badly.
     colours = {"domain": lines, "range": colours_of(lines)}
@@ -296,24 +331,72 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
     width, height = (640, 400) if len(panels) == 1 else (430, 300)
     charts = []
     for panel in panels:
-        # Panels that show one quantity of several things, over ranges that meet, share a scale.
-        quantity, measured = panel.y_title.partition(" of ")[0], _values(panel)
-        values = list(measured)
-        for other in panels:
-            others = _values(other)
-            if other is not panel and other.y_title.partition(" of ")[0] == quantity:
-                values += others if min(measured) <= max(others) and min(others) <= max(measured) else []
-        log = spans(values, LOG_FROM_Y) if y_log is None else y_log
-        if (log and min(values) <= 0) or (x_log and xs[0] <= 0):
-            raise InputError(
-                f"{panel.y_title} against {x_title} has a value of zero or less: no logarithmic axis can show it"
-            )
-        ends = (min(values) / 1.2, max(values) * 1.2) if log else (min(0.0, *values), max(values) * 1.08 or 1.0)
+        log, ends = y_scale(panel, panels)
         scale = {"type": "log" if log else "linear", "domain": list(ends), "nice": False}
         axis = log_axis(*ends) if log else {"format": NUMBER, "tickCount": 6}
         y, low = (_field(name, title=panel.y_title, scale=scale, axis=axis) for name in ("y:Q", "low:Q"))
         charts.append({"layer": _layers(panel, x, y, low, channels), "width": width, "height": height})
     return {"concat": charts, "columns": 2, "title": _titled(title, subtitle)}
+
+
+class Series(NamedTuple):
+    """What panels of curves share."""
+
+    panels: list[Panel]
+    """Those with a figure."""
+    xs: list[float]
+    x_log: bool
+    lines: list[str]
+    styles: list[str]
+    joined: bool
+    """Whether some line has two points: a legend of dashes would explain nothing otherwise."""
+
+
+def series_of(panels: Sequence[Panel]) -> Series:
+    """Raises InputError where there is nothing to draw, or more lines than can be told apart."""
+    kept = [panel for panel in panels if any(point.is_drawn for point in panel.points)]
+    if not kept:
+        raise InputError("there is nothing to plot: no figure in any cell")
+    points = [point for panel in kept for point in panel.points]
+    lines, styles = told_apart(
+        (point.line for point in points), (point.style for point in points), "keep fewer runs with --where"
+    )
+    xs = sorted({point.x for point in points})
+    log = spans(xs, LOG_FROM_X) if kept[0].x_log is None else kept[0].x_log
+    if log and xs[0] <= 0:
+        raise InputError(f"{kept[0].x_title} has a value of zero or less: no logarithmic axis can show it")
+    joined = len({(point.line, point.style) for point in points}) < len({(p.line, p.style, p.x) for p in points})
+    return Series(kept, xs, log, lines, styles, joined)
+
+
+def y_scale(panel: Panel, panels: Sequence[Panel]) -> tuple[bool, tuple[float, float]]:
+    """Whether y is logarithmic, and its ends. Panels that show one quantity of several things, over ranges that meet,
+    share a scale. Raises InputError where a logarithmic axis cannot show the values."""
+    quantity, measured = panel.y_title.partition(" of ")[0], _values(panel)
+    values = list(measured)
+    for other in panels:
+        others = _values(other)
+        if other is not panel and other.y_title.partition(" of ")[0] == quantity:
+            values += others if min(measured) <= max(others) and min(others) <= max(measured) else []
+    log = spans(values, LOG_FROM_Y) if panels[0].y_log is None else panels[0].y_log
+    if not log:
+        return False, (min(0.0, *values), max(values) * 1.08 or 1.0)
+    if min(values) <= 0:
+        raise InputError(f"{panel.y_title} has a value of zero or less: no logarithmic axis can show it")
+    return True, (min(values) / 1.2, max(values) * 1.2)
+
+
+def line_widths(placed: Sequence[Point]) -> dict[tuple[str, str], int]:
+    """Pixels of each line: for each line that lies on it and is drawn later, it is wider, and seen on both sides."""
+    lines: dict[tuple[str, str], dict[float, float]] = {}
+    for point in placed:
+        lines.setdefault((point.line, point.style), {})[point.x] = point.y
+    widths = dict.fromkeys(lines, _WIDTH)
+    for (name, one), (_, other) in itertools.combinations(lines.items(), 2):
+        shared = sorted(one.keys() & other.keys())
+        meets = [math.isclose(one[x], other[x], rel_tol=_AS_ONE) for x in shared]
+        widths[name] += _WIDER * any(itertools.starmap(operator.and_, itertools.pairwise(meets)))
+    return widths
 
 
 def _values(panel: Panel) -> list[float]:
@@ -330,7 +413,7 @@ def _x_axis(xs: list[float], title: str, *, log: bool) -> Spec:
     """Ticks stand at the values themselves where these are few and round: lengths are powers of two, or chosen."""
     kind = {"type": "log", "base": 2} if log else {"zero": False}
     scale = {**kind, "nice": False, "padding": 14}
-    chosen = len(xs) <= 12 and all(x == float(f"{x:.3g}") or float(x).is_integer() for x in xs)
+    chosen = _are_chosen(xs)
     if log and not chosen and len(xs) <= 12:
         return _field("x:Q", title=title, scale=scale, axis=log_axis(xs[0], xs[-1], grid=False))
     ticks = {"values": xs} if chosen else {}
@@ -338,27 +421,24 @@ def _x_axis(xs: list[float], title: str, *, log: bool) -> Spec:
     return _field("x:Q", title=title, scale=scale, axis=axis)
 
 
+def _are_chosen(xs: list[float]) -> bool:
+    """Whether values are few and round, as lengths are that somebody chose."""
+    return len(xs) <= 12 and all(x == float(f"{x:.3g}") or float(x).is_integer() for x in xs)
+
+
 def _layers(panel: Panel, x: Spec, y: Spec, low: Spec, channels: dict[str, Spec]) -> list[Spec]:
     placed = [point for point in panel.points if point.is_drawn]
-    # For each line that lies on it and is drawn later, a line is drawn wider, and seen on both sides.
-    lines: dict[tuple[str, str], dict[float, float]] = {}
-    for point in placed:
-        lines.setdefault((point.line, point.style), {})[point.x] = point.y
-    wide = dict.fromkeys(lines, 0)
-    for (name, one), (_, other) in itertools.combinations(lines.items(), 2):
-        shared = sorted(one.keys() & other.keys())
-        meets = [math.isclose(one[x], other[x], rel_tol=_AS_ONE) for x in shared]
-        wide[name] += any(itertools.starmap(operator.and_, itertools.pairwise(meets)))
+    wide = line_widths(placed)
     rows = [
         {"x": p.x, "y": p.y, "line": printable(p.line), "style": printable(p.style), "low": p.low, "high": p.high,
-         "doubted": p.doubted, "wide": _WIDTH + _WIDER * wide[p.line, p.style]}
+         "doubted": p.doubted, "wide": wide[p.line, p.style]}
         for p in placed
     ]  # fmt: skip
     counts = Counter((point.line, point.style) for point in placed)
     dotted = [row for row, p in zip(rows, placed, strict=True) if counts[p.line, p.style] <= MOST_DOTS]
     bars = [row for row in rows if row["low"] is not None and row["high"] is not None]
     colour, dash, shape = channels["color"], channels["strokeDash"], channels["shape"]
-    width = {"strokeWidth": _field("wide:Q", scale=None, legend=None)} if any(wide.values()) else {}
+    width = {"strokeWidth": _field("wide:Q", scale=None, legend=None)} if max(wide.values()) > _WIDTH else {}
     line = {"x": x, "y": y, "color": colour, "strokeDash": dash, "detail": "style:N", **width}
     dot = {"x": x, "y": y, "color": colour, "shape": shape, "fill": channels["fill"],
            "tooltip": ["line:N", "style:N", "x:Q", _field("y:Q", format=",.4~g")]}  # fmt: skip

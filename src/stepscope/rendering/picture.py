@@ -46,17 +46,10 @@ def draw_answer(answer: Answer, *, interactive: bool = False) -> dict[str, Any]:
     doubted = any(point.doubted for panel in answer.panels for point in panel.points)
     notes = dict.fromkeys(panel.frame.note for panel in answer.panels)
     subtitle = "; ".join(part for part in (where_of(answer), *notes, charts.HOLLOW if doubted else "") if part)
-    over: dict[tuple[object, ...], list[Panel]] = {}
-    for i, panel in enumerate(answer.panels):
-        over.setdefault(_row_of(panel, i), []).append(panel)
-    # Where nothing was measured there is no row to draw, unless nothing was measured anywhere.
-    with_figures = [
-        panels for panels in over.values() if any(panel.points or panel.nodes or panel.slices for panel in panels)
-    ]
     abreast = {"curves": charts.draw_series, "points": charts.draw_points}
     alone = {"icicle": charts.draw_icicle, "timeline": charts.draw_timeline, "heat": charts.draw_heat}
     rows: list[dict[str, Any]] = []
-    for panels in with_figures or list(over.values()):
+    for panels in rows_of(answer.panels):
         first = panels[0]
         titles = {"title": "", "subtitle": ""}
         if not rows:
@@ -89,6 +82,16 @@ def draw_panels(page: Page, folder: Path, suffix: str) -> int:
             written += 1
             save_plot(chart, folder / f"{written:02}-{name or panel.kind}.{suffix}")
     return written
+
+
+def rows_of(panels: Sequence[Panel]) -> list[list[Panel]]:
+    """Panels in the rows that they are drawn in. Where nothing was measured there is no row, unless nothing was
+    measured anywhere."""
+    over: dict[tuple[object, ...], list[Panel]] = {}
+    for i, panel in enumerate(panels):
+        over.setdefault(_row_of(panel, i), []).append(panel)
+    rows = list(over.values())
+    return [row for row in rows if any(panel.points or panel.nodes or panel.slices for panel in row)] or rows
 
 
 def _row_of(panel: Panel, place: int) -> tuple[object, ...]:

@@ -13,12 +13,6 @@ from stepscope.core.errors import InputError, one_line, printable
 from stepscope.core.run_directory import write_atomically
 from stepscope.rendering.cells import COLOURS
 
-try:
-    import vl_convert
-except ImportError as error:
-    # A machine that only measures may lack it; whoever asks it for a plot is told once, here, for every plot.
-    raise InputError(f"cannot plot without {error.name}: pip install vl-convert-python") from error
-
 Spec = dict[str, Any]
 """A part of a chart in the words of Vega-Lite: https://vega.github.io/vega-lite/docs."""
 
@@ -131,11 +125,13 @@ _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.4.1.json"
 
 
 def check_target(path: Path) -> None:
-    """Raises InputError unless plots are written under such a suffix and the folder is there: before work is done."""
+    """Raises InputError unless plots are written under such a suffix, the folder is there, and so is what draws them:
+    before work is done."""
     if path.suffix.lower() not in SUFFIXES:
         raise InputError(f"cannot tell how to write the plot {path}: end its name in one of {', '.join(SUFFIXES)}")
     if not path.parent.is_dir():
         raise InputError(f"cannot write the plot {path}: there is no folder {path.parent}, make it first")
+    _vl_convert()
 
 
 def save_plot(chart: Spec, path: Path) -> None:
@@ -171,11 +167,23 @@ def plot_spec(chart: Spec) -> Spec:
 
 def plot_svg(spec: Spec) -> str:
     """The picture as text. Vega numbers clip paths through the life of the process; here each picture begins at 0."""
-    svg = vl_convert.vegalite_to_svg(spec, allowed_base_urls=[])
+    svg = _vl_convert().vegalite_to_svg(spec, allowed_base_urls=[])
     numbers: dict[str, str] = {}
     for name in re.findall(r'\bid="((?:clip|gradient_)\d+)"', svg):
         numbers.setdefault(name, f"{name.rstrip('0123456789')}{len(numbers)}")
     return re.sub(r'(\bid="|url\(#)((?:clip|gradient_)\d+)(?=["\)])', lambda m: m[1] + numbers.get(m[2], m[2]), svg)
+
+
+def _vl_convert() -> Any:
+    """Vega, and the engine that runs it, which take half a second to start: only files of plots need them.
+
+    Raises InputError where they are not installed: a machine that only measures may lack them.
+    """
+    try:
+        import vl_convert  # noqa: PLC0415
+    except ImportError as error:
+        raise InputError(f"cannot plot without {error.name}: pip install vl-convert-python") from error
+    return vl_convert
 
 
 def _html(spec: Spec) -> bytes:
@@ -184,7 +192,7 @@ def _html(spec: Spec) -> bytes:
     title = spec.get("title", "")
     page = _PAGE.format(
         title=html.escape(str(title["text"] if isinstance(title, dict) else title)),
-        library=vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"),
+        library=_vl_convert().javascript_bundle("window.vegaEmbed = vegaEmbed;"),
         spec=text,
         options=msgspec.json.encode(_OPTIONS).decode(),
     )
@@ -193,7 +201,7 @@ def _html(spec: Spec) -> bytes:
 
 _WRITERS = {
     ".svg": lambda spec: plot_svg(spec).encode(),
-    ".png": lambda spec: vl_convert.vegalite_to_png(spec, scale=PNG_SCALE, allowed_base_urls=[]),
+    ".png": lambda spec: _vl_convert().vegalite_to_png(spec, scale=PNG_SCALE, allowed_base_urls=[]),
     ".html": _html,
     ".json": lambda spec: msgspec.json.format(msgspec.json.encode(spec), indent=1) + b"\n",
 }

@@ -1,14 +1,17 @@
 """The HTML of a page: whole, alone, and without a word of anybody's taken for markup."""
 
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stepscope.core.answer import TEXT, Answer, Frame, Line, Node, Panel, Point, Slice, table_of, warning
+from stepscope.core.errors import InputError
 from stepscope.rendering.pages import Figure, Page, Section
-from stepscope.rendering.pages.html import heat, lanes, render_page, tiles
+from stepscope.rendering.pages.html import bar_rows, curves, heat, lanes, render_page, tiles
 from stepscope.rendering.pages.named import page_named
 
 ROOT = Path(__file__).parents[3]
@@ -47,6 +50,8 @@ def hostile_page(name: str) -> Page:
         tables=(table_of(name, (name, "s"), title=name, rows=[(name, 1.5)] * 9, notes=(Line(name),)),),
         panels=(
             Panel(x_title="", y_title="ms", kind="bars", points=(Point(line=name[:40], name=name, y=1.0),)),
+            Panel(x_title=name, y_title=name, frame=Frame(heading=name, line_title=name, style_title=name), points=(
+                Point(line=name[:40], style=name[:40], y=1.0), Point(line="b", style="t", y=1.0, missing=name[:40]))),
             Panel(x_title=name, y_title="", points=(), kind="icicle",
                   nodes=(Node(name, 2.0), Node(name, 1.0, 0, "family"))),
             Panel(x_title="", y_title="", points=(), kind="timeline", slices=(Slice(name, 0.0, 1.0, name, name),)),
@@ -140,6 +145,53 @@ def test_lanes_are_shares_of_the_time_and_idle_causes_have_colours_of_their_own(
     assert [(bar.left, bar.width) for bar in found[0].bars] == [(0.0, 500.0), (500.0, 250.0)]
     assert found[0].bars[1].said == "7 short pieces of work, most of them copy: 1 ms"
     assert hues == {"gemm": 0, "copy": 1, "idle: data": 10}
+
+
+def test_a_row_of_bars_has_its_share_of_the_track_its_interval_and_its_doubt():
+    points = (
+        Point(line="a", name="x", y=50.0, low=25.0, high=100.0), Point(line="b", name="x", y=-100.0, doubted=True),
+        Point(line="a", name="y", y=0.0, missing="OOM"),
+    )  # fmt: skip
+    panel = Panel(x_title="", y_title="%", points=points, kind="bars")
+    first, second, third = bar_rows(panel)
+    assert (first.name, second.name, third.name) == ("x", "", "y")
+    assert first.strips[0][:2] == (50.0, 25.0) and first.between == (62.5, 37.5) and first.text == "50"
+    assert first.strips[0].said == "x, a: 50 (25 to 100)"
+    assert second.strips[0][:2] == (0.0, 50.0) and second.strips[0].doubted and second.between is None
+    assert third.strips == () and third.text == "OOM"
+    logarithmic = (Point(line="a", name="x", y=1.5), Point(line="a", name="y", y=15.0))  # the axis: 1 to 18
+    found = bar_rows(msgspec.structs.replace(panel, points=logarithmic, y_log=True))
+    assert found[0].strips[0][:2] == (0.0, pytest.approx(100 * math.log(1.5) / math.log(18), abs=1e-3))
+    (stacked,) = bar_rows(msgspec.structs.replace(panel, points=(
+        Point(line="a", name="x", y=3.0), Point(line="b", name="x", y=1.0)), kind="stack"))  # fmt: skip
+    assert [one[:2] for one in stacked.strips] == [(0.0, 75.0), (75.0, 25.0)] and stacked.text == "4"
+    with pytest.raises(InputError, match="nothing to plot"):
+        bar_rows(msgspec.structs.replace(panel, points=points[2:]))
+
+
+def test_a_curve_stands_where_its_figures_are_on_either_scale():
+    points = (
+        Point(line="a", x=1.0, y=10.0, low=1.0, high=100.0), Point(line="a", x=100.0, y=100.0, doubted=True),
+        Point(line="b", x=10.0, y=0.0, missing="OOM"),
+    )  # fmt: skip
+    found = curves([Panel(x_title="n", y_title="ms", points=points, x_log=True, y_log=True)])
+    (chart,) = found.charts
+    assert (chart.left, chart.bottom, chart.width, chart.height) == (70, 408, 726, 454)
+    low, high = math.log(1 / 1.2), math.log(120)
+    y = [408 - 400 * (math.log(value) - low) / (high - low) for value in (10, 100, 1)]
+    line, interval = chart.curves
+    assert line.path == f"M84.0,{y[0]:.1f}L696.0,{y[1]:.1f}" and interval.path == f"M84.0,{y[2]:.1f}V{y[1]:.1f}"
+    assert [(dot.x, dot.y, dot.hollow) for dot in chart.dots] == [
+        (84.0, round(y[0], 1), False), (696.0, round(y[1], 1), True),
+    ]  # fmt: skip
+    assert chart.x_ticks == [(84.0, "1"), (390.0, "10"), (696.0, "100")], "values that are few and round are the ticks"
+    assert [(word.x, word.said) for word in chart.words] == [(390.0, "OOM")]
+    assert [name for name, _ in found.lines] == ["a", "b"] and found.styles == []
+    linear = curves([Panel(x_title="n", y_title="ms", points=points[:2], x_log=False, y_log=False)])
+    assert [text for _, text in linear.charts[0].y_ticks] == ["0", "20", "40", "60", "80", "100"]
+    many = [Point(line=str(line), x=1.0, y=1.0) for line in range(9)]
+    with pytest.raises(InputError, match="more than a plot can tell apart"):
+        curves([Panel(x_title="n", y_title="ms", points=tuple(many))])
 
 
 def test_a_heat_map_is_a_table_with_a_strength_in_each_cell():

@@ -1,6 +1,6 @@
 """`stepscope report`: a run, or anything else that stepscope reads, as one HTML page."""
 
-import sys
+import contextlib
 import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -76,25 +76,28 @@ def command(
     target = output or _target(what, runs)
     _check(target, plots)
     from stepscope.rendering.pages.index import is_index, page_of_index
+    from stepscope.rendering.pages.named import page_named, page_of_comparison
 
     index = is_index(what, runs) and not compare
-    # Another process gets ready to draw while this one reads, unless this one is ready.
-    drawer = None if index or "stepscope.rendering.plots" in sys.modules else Drawer()
-    try:
+    with contextlib.ExitStack() as stack:
+        drawers: list[Drawer] = []
+
+        def will_draw() -> None:  # another process gets ready to draw while this one reads
+            drawers.append(stack.enter_context(contextlib.closing(Drawer())))
+
         if index:
             page = page_of_index(Path(what[0]))
+        elif compare:
+            page = page_of_comparison(what, runs, across, warn)
         else:
-            page = _page_of(what, runs, compare=compare, across=across, drawer=None if redact else drawer)
+            page = page_named(what, runs, warn, will_draw)
         if redact:
             from stepscope.rendering.pages.html import redacted
 
             page = redacted(page, what)
         from stepscope.rendering.pages.html import render_page
 
-        text = render_page(page, drawer.draw if drawer is not None else None)
-    finally:
-        if drawer is not None:
-            drawer.close()
+        text = render_page(page, drawers[0].draw if drawers else None)
     try:
         write_atomically(text.encode(errors="replace"), target)
     except OSError as error:
@@ -104,22 +107,6 @@ def command(
     emit(f"{target}\n")
     if open_page:
         webbrowser.open(target.resolve().as_uri())
-
-
-def _page_of(what: list[str], runs: Path, *, compare: bool, across: tuple[str, ...], drawer: Drawer | None) -> "Page":
-    from stepscope.rendering.pages.named import page_named, page_of_comparison
-
-    if compare:
-        return page_of_comparison(what, runs, across, warn)
-
-    def begun(page: "Page") -> None:
-        from stepscope.rendering.pages.html import pictures_of
-
-        if drawer is not None:
-            for wanted in pictures_of(page):
-                drawer.ask(wanted)
-
-    return page_named(what, runs, warn, begun)
 
 
 def _target(what: list[str], runs: Path) -> Path:

@@ -5,17 +5,23 @@ import contextlib
 import getpass
 import hashlib
 import html
+import importlib.util
+import itertools
+import math
+import os
 import re
 import socket
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from stepscope.core.answer import SEVERITIES, Answer, Cell, Doubted, Line, Panel, Table, name_of
-from stepscope.core.errors import printable
+from stepscope.core.answer import SEVERITIES, Answer, Cell, Doubted, Line, Panel, Point, Table, name_of
+from stepscope.core.errors import InputError, printable
 from stepscope.core.units import GIB, KIB, MIB, TIB, counted, figure_text
 from stepscope.rendering.cells import (
     COLOURS,
@@ -27,11 +33,24 @@ from stepscope.rendering.cells import (
     unit_of,
     where_of,
 )
+from stepscope.rendering.charts import (
+    HOLLOW,
+    MOST_DOTS,
+    Series,
+    bars_of,
+    line_widths,
+    name_of_bar,
+    series_of,
+    x_ticks,
+    y_scale,
+    y_ticks,
+)
 from stepscope.rendering.pages import GENERATOR, Page, RunIndex, Section
-from stepscope.rendering.picture import draw_svg
+from stepscope.rendering.picture import draw_svg, rows_of
+from stepscope.rendering.plots import BLACK, DASHES, SHAPES, colours_of
 from stepscope.traces.captures.answer import IDLE
 
-# Icicles, timelines and heat maps as what the template places: shares of the width, and classes for colours.
+# Panels as what the template places: shares of the width, places in an SVG, and colours.
 
 
 HUES = 10
@@ -160,8 +179,229 @@ def heat(panel: Panel) -> Heat:
     return Heat(columns=columns, rows=rows)
 
 
-OWN = ("icicle", "timeline", "heat")
-"""Kinds of panel that the template draws itself, so that they can be opened, zoomed and read aloud."""
+class Strip(NamedTuple):
+    """A part of a bar, in % of the track."""
+
+    left: float
+    width: float
+    colour: str
+    said: str
+    doubted: bool
+
+
+class BarRow(NamedTuple):
+    """A row of a table of bars: the name is empty where the row above has it."""
+
+    name: str
+    strips: tuple[Strip, ...]
+    between: tuple[float, float] | None
+    """Where the interval begins and how wide it is, in % of the track."""
+    text: str
+
+
+def bar_rows(panel: Panel) -> list[BarRow]:
+    """A row for each bar, or for each stack of bars. Raises InputError where `charts.bars_of` does."""
+    known, names, lines, log_ends = bars_of(panel)
+    colours = dict(zip(lines, map(_ink, colours_of(lines)), strict=True))
+    if len(lines) == 1 and all(name in COLOURS for name in names):
+        colours = {name: _ink(COLOURS[name]) for name in names}
+    of_name: dict[str, list[Point]] = {}
+    for point in panel.points:
+        of_name.setdefault(name_of_bar(point), []).append(point)
+    totals = [sum(point.y for point in points if not point.missing) for points in of_name.values()]
+    values = totals if panel.kind == "stack" else [v for p in known for v in (p.y, p.low, p.high) if v is not None]
+    low, high = log_ends or (min(0.0, *values), max(0.0, *values))
+    place = _scale(low, high, (0.0, 100.0), log=log_ends is not None)
+    ground = place(low) if log_ends else place(0.0)
+
+    def strip(point: Point, begin: float, end: float) -> Strip:
+        line, name = printable(point.line), name_of_bar(point)
+        between = f" ({point.low:.4g} to {point.high:.4g})" if point.low is not None and point.high is not None else ""
+        left, right = sorted((begin, end))
+        text = f"{name}, {line}: {point.y:.4g}{between}"
+        return Strip(round(left, 3), round(right - left, 3), colours.get(line) or colours[name], text, point.doubted)
+
+    rows: list[BarRow] = []
+    for (name, points), total in zip(of_name.items(), totals, strict=True):
+        points.sort(key=lambda point: lines.index(printable(point.line)))
+        if panel.kind == "stack":
+            ends = list(itertools.accumulate((0.0 if point.missing else point.y for point in points), initial=0.0))
+            strips = [
+                strip(point, place(begin), place(end))
+                for point, begin, end in zip(points, ends, ends[1:], strict=False)
+                if not point.missing
+            ]
+            rows.append(BarRow(name, tuple(strips), None, f"{total:,.4g}" if strips else printable(points[0].missing)))
+            continue
+        for i, point in enumerate(points):
+            strips = () if point.missing else (strip(point, ground, place(point.y)),)
+            between = None
+            if strips and point.low is not None and point.high is not None:
+                between = (round(place(point.low), 3), round(place(point.high) - place(point.low), 3))
+            text = printable(point.missing) if point.missing else f"{point.y:,.4g}"
+            rows.append(BarRow("" if i else name, strips, between, text))
+    return rows
+
+
+def _scale(low: float, high: float, to: tuple[float, float], *, log: bool) -> Callable[[float], float]:
+    """From values to places; the middle where there is but one value."""
+    begin, end = (math.log(low), math.log(high)) if log else (low, high)
+    first, last = to
+    if begin == end:
+        return lambda _: (first + last) / 2
+    return lambda value: first + ((math.log(value) if log else value) - begin) / (end - begin) * (last - first)
+
+
+def _ink(colour: str) -> str:
+    """Black is what text is written in, on a light ground and on a dark one."""
+    return "var(--ink)" if colour == BLACK else colour
+
+
+class Mark(NamedTuple):
+    """What is drawn in the colour of a line: a path with its dashes and width, a symbol at a place, or a word there."""
+
+    colour: str
+    path: str = ""
+    dash: str = ""
+    width: int = 0
+    x: float = 0.0
+    y: float = 0.0
+    said: str = ""
+    hollow: bool = False
+
+
+class Axes(NamedTuple):
+    """Curves over two axes, in the pixels of a picture."""
+
+    width: int
+    height: int
+    left: int
+    """Where the axis of y stands; that of x stands at `bottom`."""
+    bottom: int
+    x_title: str
+    y_title: str
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    curves: list[Mark]
+    dots: list[Mark]
+    words: list[Mark]
+
+
+class Curves(NamedTuple):
+    """Panels side by side, and what their colours and dashes stand for."""
+
+    charts: list[Axes]
+    titles: tuple[str, str]
+    """What colours stand for, and what dashes or symbols do."""
+    lines: list[tuple[str, str]]
+    """Names and colours; empty where there is but one."""
+    styles: list[tuple[str, str, str]]
+    """Names, dashes and paths of symbols; empty where there is but one."""
+    dashed: bool
+    """Whether dashes tell styles, not symbols."""
+
+
+_SYMBOL_PATHS = {
+    "circle": "M-4.4,0a4.4,4.4 0 1 0 8.8,0a4.4,4.4 0 1 0 -8.8,0z",
+    "square": "M-3.9,-3.9h7.8v7.8h-7.8z",
+    "triangle-up": "M0,-4.8L4.8,4.2H-4.8z",
+    "diamond": "M0,-5.4L4.2,0L0,5.4L-4.2,0z",
+    "cross": "M-1.7,-5.1h3.4v3.4h3.4v3.4h-3.4v3.4h-3.4v-3.4h-3.4v-3.4h3.4z",
+    "triangle-down": "M0,4.8L4.8,-4.2H-4.8z",
+    "triangle-right": "M4.8,0L-4.2,4.8V-4.8z",
+    "triangle-left": "M-4.8,0L4.2,4.8V-4.8z",
+}
+_LEFT_PX, _RIGHT_PX, _TOP_PX, _BELOW_PX, _PADDING_PX, _DIGIT_PX = 70, 16, 8, 46, 14, 7
+_INTERVAL_PX = 1
+
+
+def curves(panels: Sequence[Panel]) -> Curves:
+    """Panels of curves over one axis of x. Raises InputError where `charts.series_of` or `charts.y_scale` does."""
+    series = series_of(panels)
+    colours = dict(zip(series.lines, map(_ink, colours_of(series.lines)), strict=True))
+    dashed = len(series.styles) > 1 and series.joined
+    dashes = {style: " ".join(map(str, DASHES[i])) if dashed and i else "" for i, style in enumerate(series.styles)}
+    symbols = {style: _SYMBOL_PATHS[SHAPES[0 if dashed else i]] for i, style in enumerate(series.styles)}
+    frame = series.panels[0].frame
+    return Curves(
+        charts=[_axes(panel, series, colours, dashes, symbols) for panel in series.panels],
+        titles=(frame.line_title, frame.style_title),
+        lines=list(colours.items()) if len(colours) > 1 else [],
+        dashed=dashed,
+        styles=[(name, dashes[name], symbols[name]) for name in series.styles] if len(series.styles) > 1 else [],
+    )
+
+
+def _axes(
+    panel: Panel, series: Series, colours: dict[str, str], dashes: dict[str, str], symbols: dict[str, str]
+) -> Axes:
+    """One panel: its lines, the intervals of its points, its points, and words for figures that are missing."""
+    width, height = (640, 400) if len(series.panels) == 1 else (430, 300)
+    right, bottom = _LEFT_PX + width, _TOP_PX + height
+    log, ends = y_scale(panel, series.panels)
+    x = _scale(series.xs[0], series.xs[-1], (_LEFT_PX + _PADDING_PX, right - _PADDING_PX), log=series.x_log)
+    y = _scale(*ends, (bottom, _TOP_PX), log=log)
+    of_line: dict[tuple[str, str], list[Point]] = {}
+    for point in panel.points:
+        if point.is_drawn:
+            of_line.setdefault((point.line, point.style), []).append(point)
+    widths = line_widths([point for points in of_line.values() for point in points])
+    drawn, dots = [], []
+    last: dict[str, float] = {}
+    for (line, style), points in of_line.items():
+        colour, style_name = colours[printable(line)], printable(style)
+        points.sort(key=lambda point: point.x)
+        last[line] = points[-1].y
+        path = "M" + "L".join(f"{x(point.x):.1f},{y(point.y):.1f}" for point in points)
+        drawn.append(Mark(colour, path=path, dash=dashes[style_name], width=widths[line, style]))
+        drawn += [
+            Mark(colour, path=f"M{x(one.x):.1f},{y(one.low):.1f}V{y(one.high):.1f}", width=_INTERVAL_PX)
+            for one in points
+            if one.low is not None and one.high is not None
+        ]
+        for one in points if len(points) <= MOST_DOTS else ():
+            text = ", ".join(part for part in (printable(line), style_name) if part)
+            said = f"{text}: {one.x:,.4g}, {one.y:,.4g}"
+            at_x, at_y = round(x(one.x), 1), round(y(one.y), 1)
+            dots.append(Mark(colour, symbols[style_name], x=at_x, y=at_y, said=said, hollow=one.doubted))
+    words: list[Mark] = []
+    taken: Counter[tuple[float, float]] = Counter()
+    for one in panel.points:
+        if not one.is_drawn:  # at the height of its line's last point; at the top where the line has none
+            at = round(x(one.x), 1), round(y(last[one.line]) if one.line in last else _TOP_PX, 1)
+            taken[at] += 1
+            said = printable(one.missing or str(one.y))
+            words.append(Mark(colours[printable(one.line)], x=at[0], y=at[1] + 15 * taken[at], said=said))
+    return Axes(
+        width=right + _RIGHT_PX,
+        height=bottom + _BELOW_PX,
+        left=_LEFT_PX,
+        bottom=bottom,
+        x_title=panel.x_title,
+        y_title=panel.y_title,
+        x_ticks=_apart([(x(at), text) for at, text in x_ticks(series.xs, log=series.x_log)]),
+        y_ticks=[(round(y(at), 1), text) for at, text in y_ticks(*ends, log=log)],
+        curves=drawn,
+        dots=dots,
+        words=words,
+    )
+
+
+def _apart(ticks: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """The ticks whose labels, centred, do not run into the one before."""
+    kept: list[tuple[float, str]] = []
+    end = -math.inf
+    for at, text in ticks:
+        half = (len(text) + 1) * _DIGIT_PX / 2
+        if at - half >= end:
+            kept.append((round(at, 1), text))
+            end = at + half
+    return kept
+
+
+OWN = ("icicle", "timeline", "heat", "bars", "stack", "curves")
+"""Kinds of panel that the template draws itself, so that they can be opened, zoomed and read aloud, and Vega need not
+start."""
 _LONGEST_SENTENCE = 4000
 _FILTERED_FROM = 8
 """Rows from which a table has a field to filter by."""
@@ -219,8 +459,12 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
     """
     import jinja2  # noqa: PLC0415  (only where a page is written)
 
+    # What the template compiles to is kept beside compiled modules, where Python keeps those: a tenth of a second.
+    compiled = str(Path(importlib.util.cache_from_source(__file__)).parent)
+    kept = not sys.dont_write_bytecode and os.access(compiled, os.W_OK)
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_file),
+        bytecode_cache=jinja2.FileSystemBytecodeCache(compiled, f"{jinja2.__version__}-%s.jinja") if kept else None,
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -283,7 +527,11 @@ def _folded(sections: list[dict[str, Any]], used_px: int) -> list[dict[str, Any]
         pictures_px = sum(int(float(height)) for svg in section["pictures"] for height in _HEIGHT.findall(svg)[:1])
         own_px = sum(
             # Two maps stand abreast.
-            50 + 19 * len(one["heat"].rows) if "heat" in one else 90 + 30 * (one.get("depth") or len(one["lanes"]))
+            50 + 19 * len(one["heat"].rows)
+            if "heat" in one
+            else 480 * ((len(one["curves"].charts) + 1) // 2)
+            if "curves" in one
+            else 90 + (22 if "bars" in one else 30) * one["rows"]
             for one in section["own"]
         )
         leading = [table for table in section["tables"] if not table.folded]
@@ -327,7 +575,7 @@ def _section(section: Section, place: int, svg: str) -> dict[str, Any]:
         "commands": section.commands,
         "lead": lead,
         "pictures": _pictures(svg, place, title),
-        "own": [_own(panel) for panel in answer.panels if panel.kind in OWN],
+        "own": list(_figures(answer.panels)),
         "tables": tables,
         "sentences": sentences,
         "asides": answer.asides,
@@ -335,21 +583,40 @@ def _section(section: Section, place: int, svg: str) -> dict[str, Any]:
     }
 
 
-def _own(panel: Panel) -> dict[str, object]:
+def _figures(panels: Sequence[Panel]) -> Iterator[dict[str, object]]:
+    """The figures that the template draws, without those that hold more than can be told apart."""
+    own = [panel for panel in panels if panel.kind in OWN]
+    for row in rows_of(own):
+        with contextlib.suppress(InputError):
+            yield _own(row)
+
+
+def _own(row: Sequence[Panel]) -> dict[str, object]:
+    """A panel, or curves that share an axis, for the template. Raises InputError where they cannot be told apart."""
+    panel = row[0]
+    doubted = any(point.doubted for one in row for point in one.points)
+    notes = [*dict.fromkeys(one.frame.note for one in row), *([HOLLOW] if doubted else [])]
     about: dict[str, object] = {
         "kind": panel.kind,
         "heading": panel.frame.heading,
-        "note": panel.frame.note,
+        "note": "; ".join(filter(None, notes)),
         "across": panel.x_title,
         "down": panel.frame.line_title,
     }
-    if panel.kind == "icicle":
-        shown = tiles(panel)
-        return {**about, "tiles": shown, "depth": max((tile.depth for tile in shown), default=0) + 1}
-    if panel.kind == "timeline":
-        found_lanes, hues = lanes(panel)
-        return {**about, "lanes": found_lanes, "hues": hues, "ends": panel.frame.x_ends or (0.0, 1.0)}
-    return {**about, "heat": heat(panel)}
+    match panel.kind:
+        case "icicle":
+            shown = tiles(panel)
+            return {**about, "tiles": shown, "rows": max((tile.depth for tile in shown), default=0) + 1}
+        case "timeline":
+            found, hues = lanes(panel)
+            return {**about, "lanes": found, "rows": len(found), "hues": hues, "ends": panel.frame.x_ends or (0.0, 1.0)}
+        case "heat":
+            return {**about, "heat": heat(panel)}
+        case "curves":
+            return {**about, "curves": curves(row)}
+    rows, lines = bar_rows(panel), bars_of(panel).lines
+    legend = zip(lines, map(_ink, colours_of(lines)), strict=True) if len(lines) > 1 else ()
+    return {**about, "kind": "bars", "bars": rows, "rows": len(rows), "legend": list(legend), "figure": panel.y_title}
 
 
 def _table(table: Table, *, alone: bool, folded: bool) -> _Table:

@@ -545,7 +545,7 @@ def commands_of(run: Run) -> list[str]:
 
 
 Say = Callable[[str], None]
-Begun = Callable[[Page], None]
+WillDraw = Callable[[], None]
 _SNAPSHOTS = (".pickle", ".pkl", ".pickle.gz", ".pkl.gz")
 _DATABASES = (".sqlite", ".sqlite.gz", ".nsys-rep", ".qdstrm", ".db")
 _LARGEST_DOCUMENT = 4 << 20
@@ -554,10 +554,10 @@ _LOOKED_AT = 65_536
 """Bytes of a JSON file that tell whether it is an answer."""
 
 
-def page_named(names: Sequence[str], runs: Path, say: Say, begun: Begun | None = None) -> Page:
+def page_named(names: Sequence[str], runs: Path, say: Say, will_draw: WillDraw | None = None) -> Page:
     """The page of what these names mean; several are the ranks of a job, or runs side by side.
 
-    begun: is called with what of a run's page is known before its trace is read, so that it can be drawn meanwhile.
+    will_draw: is called before a memory snapshot is read, whose plot needs what takes a while to start.
     Raises InputError where a name means nothing, or what it means cannot be read.
     """
     if len(names) > 1:
@@ -579,8 +579,8 @@ def page_named(names: Sequence[str], runs: Path, say: Say, begun: Begun | None =
             raise InputError(f"{len(sets)} sets in {runs} match {name!r}: write more of the name")
         return page_of_set(sets[0])
     if place.is_file() and place.name != RUN_FILE:
-        return _of_file(place, say)
-    return _of_directory(place, say, begun)
+        return _of_file(place, say, will_draw)
+    return _of_directory(place, say, will_draw)
 
 
 def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], say: Say) -> Page:
@@ -657,10 +657,12 @@ def _sets_named(name: str, runs: Path) -> list[RunSet]:
     return [one for one in sets_of(load_runs([runs])[0]) if one.runs[0].repeat is not None and name in one.name]
 
 
-def _of_file(place: Path, say: Say) -> Page:
+def _of_file(place: Path, say: Say, will_draw: WillDraw | None) -> Page:
     """The page of a snapshot, a stored answer, a prediction or a capture, by the file's name and what it holds."""
     name = place.name.casefold()
     if name.endswith(_SNAPSHOTS):
+        if will_draw is not None:
+            will_draw()
         return _of_snapshot(place)
     if name.endswith(_DATABASES):
         return _of_capture(place, say)
@@ -727,10 +729,10 @@ def _of_capture(place: Path, say: Say) -> Page:
     return page_of_capture(summary, check_trace(summary), str(place))
 
 
-def _of_directory(place: Path, say: Say, begun: Begun | None) -> Page:
+def _of_directory(place: Path, say: Say, will_draw: WillDraw | None) -> Page:
     inside = list(find_run_files(place))
     if len(inside) == 1:
-        return _of_run(load_run(inside[0]), inside[0].parent, say, begun)
+        return _of_run(load_run(inside[0]), inside[0].parent, say, will_draw)
     captures = captures_in(place)
     if inside:
         runs, faults = load_runs([place])
@@ -743,7 +745,7 @@ def _of_directory(place: Path, say: Say, begun: Begun | None) -> Page:
     return _of_ranks(captures, [str(place)], say) if len(captures) > 1 else _of_capture(place, say)
 
 
-def _of_run(run: Run, directory: Path, say: Say, begun: Begun | None) -> Page:
+def _of_run(run: Run, directory: Path, say: Say, will_draw: WillDraw | None) -> Page:
     """The page of a run with what it recorded; a recording that cannot be read is told, and the run is shown."""
     samples = run.samples.get(STEP)
     if run.status == "done" and not run.artifacts and not (samples is not None and samples.count):
@@ -752,8 +754,8 @@ def _of_run(run: Run, directory: Path, say: Say, begun: Begun | None) -> Page:
         )
     if run.repeat is not None and run.status == "unfinished":
         say(f"{run.id} was started and never ended")
-    if begun is not None and run.artifacts:
-        begun(page_of_run(run))
+    if will_draw is not None and "memory" in run.artifacts:
+        will_draw()
     notes: list[str] = []
     captured = remembered = None
     digest: TraceDigest | None = None
