@@ -143,6 +143,17 @@ def test_what_must_be_compiled_is_raced_last_and_no_graph_of_parts_within_one_of
     assert {"compile": "reduce-overhead"} in [t.change for t in tried if t.verdict == "taken"]
 
 
+def test_a_compiled_step_leaves_to_the_compiler_what_it_fuses_better():
+    class Fusing(Written):
+        def seconds(self, step: Workload) -> float:
+            fused = getattr(step, "norm", "") == "fused"
+            longest = 0.98 if step.compile == "max-autotune-no-cudagraphs" else 1
+            return super().seconds(step) * longest * ((0.95 if step.compile == "eager" else 1.1) if fused else 1)
+
+    best = searched(Fusing(), frozenset({"optimizer"}), dtype="fp32").best
+    assert (best.parts["norm"], best.parts["loss"]) == ("reference", "fused")
+
+
 def test_kernels_are_raced_apart_only_where_together_they_are_not_taken():
     kept = frozenset({"projections"})
     apart = {t.round for t in searched(Written(), kept).tried}

@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.core.checkpointing import KEEPING, OFFLOAD, keeping, mixtures, most_that_fit, selective_of
 from stepscope.core.errors import InputError, StepscopeError
-from stepscope.core.parts import PARTS, PREFERRED, PREFERRED_ELSEWHERE, is_kept
+from stepscope.core.parts import PARTS, PREFERRED, PREFERRED_ELSEWHERE, REFERENCE, is_kept
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.processes import standing
 from stepscope.core.strategies import PARAMETERS, strategy_named
@@ -142,6 +142,20 @@ def _compiled(best: Workload, on_gpu: bool) -> Iterator[Change]:
             yield {"compile": "reduce-overhead"}
 
 
+def _left_to_the_compiler(best: Workload, _on_gpu: bool) -> Iterator[Change]:
+    """Parts back in the model's own code, which the compiler fuses with what stands beside them: all but the loss,
+    whose logits it would make as a whole, and each by itself."""
+    fused = [part for part, name in best.parts.items() if name != REFERENCE] if best.compile != "eager" else []
+    others = [part for part in fused if part != "loss"]
+    for parts in (others, *([part] for part in fused if others != [part])):
+        yield dict.fromkeys(parts, REFERENCE)
+
+
+def _longest_compiled(best: Workload, _on_gpu: bool) -> Iterator[Change]:
+    if best.compile == "default" and best.graph == "step":
+        yield {"compile": "max-autotune-no-cudagraphs"}  # which times kernels for each product: minutes
+
+
 def _under_backward(best: Workload, on_gpu: bool) -> Iterator[Change]:
     if best.clip is not None:
         return  # the norm of all gradients is known only after backward
@@ -233,7 +247,9 @@ ROUNDS: tuple[Round, ...] = (
     Round(name="offload", changes=_offloaded, of_gpu=True),
     Round(name="compile", changes=_compiled),
     Round(name="graph again", changes=lambda best, _: [_replay(best)] if best.compile != "eager" else [], of_gpu=True),
+    Round(name="parts in compiled code", changes=_left_to_the_compiler),
     Round(name="under backward", changes=_under_backward, of_gpu=True),
+    Round(name="compile longest", changes=_longest_compiled, of_gpu=True),
 )
 
 
