@@ -433,7 +433,8 @@ def flash_attention(
     each row of a head has besides, whose value is zero. slopes: (H,) fp32, of ALiBi: scores get -slope |i - j|. bias:
     added to scores, in fp32 or the dtype of q: (H, S + T - 1) by distance, whose number j - i + S - 1 is of query i and
     key j, or (H, S, T), or (B, H, S, T); where it is -inf, a query does not see the key. All three may have gradients.
-    dropout: the probability that a weight becomes zero, to the nearest 2^-16. seeds: (2,) int64 on the device, which
+    dropout: the probability that a weight becomes zero, to the nearest 256th but for 0 and 1; the others are divided by
+    the true probability of being kept, so that their mean is exact. seeds: (2,) int64 on the device, which
     choose those weights, the same again for the same seeds; by default drawn from PyTorch's generator, anew in each
     replay of a CUDA graph.
     """
@@ -454,27 +455,27 @@ def flash_attention(
         if transformed_by_func():
             return _TransformedForward.apply(q, k, v, causal, scale, window, bounds, *scoring)[0]
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds, *scoring)[0]
-    if sinks is not None or slopes is not None or bias is not None or seeds is not None:
+    if sinks is not None or slopes is not None or bias is not None:
         # They may need gradients of their own, which `_Direct` does not return.
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds, *scoring)[0]
-    if window is None and bounds is None and softcap is None:
+    if window is None and bounds is None and softcap is None and seeds is None:
         _, recorded_launches, tuning = _launching()
         out = recorded_launches.call_native(q, k, v, causal, scale, tuning.configuration_number())
         if out is not None:
             return out
-    return _Direct.apply(q, k, v, (causal, scale, window, bounds, softcap))
+    return _Direct.apply(q, k, v, (causal, scale, window, bounds, *scoring))
 
 
 def _gradients(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float,
-    window: int | None, bounds: Tensor | None = None, softcap: float | None = None,
+    window: int | None, *scoring: Any,
 ) -> Sequence[Tensor]:  # fmt: skip
     # With gradients enabled, this backward is itself differentiated. The operator then raises, since it cannot be.
     if torch.is_grad_enabled() or watched(q, k, v) or type(gradient) is not Tensor:
         return torch.ops.stepscope.flash_attention_backward(
-            gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds, softcap
+            gradient, None, q, k, v, out, logsumexp, causal, scale, window, *scoring
         )[:3]
-    return _backward(gradient, None, q, k, v, out, logsumexp, causal, scale, window, bounds, softcap)[:3]
+    return _backward(gradient, None, q, k, v, out, logsumexp, causal, scale, window, *scoring)[:3]
 
 
 class _Direct(torch.autograd.Function):
@@ -487,16 +488,17 @@ class _Direct(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        options: tuple[bool, float, int | None, Tensor | None, float | None],
+        options: tuple[Any, ...],
     ) -> Tensor:
         out, logsumexp = _forward(q, k, v, *options)
-        ctx.save_for_backward(q, k, v, out, logsumexp)
-        ctx.options = options
+        ctx.save_for_backward(q, k, v, out, logsumexp, options[-1])
+        ctx.options = options[:-1]
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return *_gradients(gradients[0], *ctx.saved_tensors, *ctx.options), None
+        *saved, seeds = ctx.saved_tensors
+        return *_gradients(gradients[0], *saved, *ctx.options, seeds), None
 
 
 class FlashAttention(torch.autograd.Function):

@@ -8,8 +8,10 @@ From dO, with c = scale * log2(e) and the forward's logsumexp L (in base 2 here)
     dK = scale dS^T Q             dQ = scale dS K
 
 With a softcap the weights are of c tanh(cap Q K^T), and dS has the factor 1 - tanh^2. A sink's gradient is minus the
-sum of its own weight times delta over the rows. What is added to a score has the gradient dS. With dropout, P in dV
-and dP get the factors of `kept`; delta, of an output that has them, holds as it is.
+sum of its own weight times delta over the rows. What is added to a score has the gradient dS. With dropout, which keeps
+a weight with the chance r, and M = P where it does, else 0, so that delta holds as it is,
+
+    dV = M^T dO / r               dS = (M * dP - P * r delta) / r       where `scale` of dK and dQ has the last 1 / r
 
 (Dao 2023, arXiv:2307.08691, algorithm 2.) There are three ways to sum:
 
@@ -29,13 +31,13 @@ import triton.language as tl
 from stepscope.kernels.flash.tiles import (
     as_operand,
     capped,
+    chance_kept,
     document_of,
     first_of_bias,
     head_and_row,
     in_document,
     is_split,
     joined,
-    kept,
     keys_visited,
     load_operand,
     load_tile,
@@ -47,6 +49,7 @@ from stepscope.kernels.flash.tiles import (
     turn_of,
     visible,
     with_bias,
+    without_dropped,
 )
 from stepscope.kernels.launching import LOG2E
 
@@ -145,16 +148,18 @@ def _visit_queries(
             BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
         )  # fmt: skip
         used_transposed = weights_transposed
-        factors = None
         if SEEDS is not None:
-            factors = kept(SEEDS, dropped, statistics_row, first_query, first_key, BLOCK_M, BLOCK_N, True)
-            used_transposed = weights_transposed * factors
+            used_transposed = without_dropped(
+                weights_transposed, SEEDS, dropped, statistics_row, first_query, first_key, BLOCK_M, BLOCK_N, True
+            )
         dv = product(as_operand(used_transposed, gradient, PRECISION), gradient, dv, PRECISION)
         dp_transposed = product(v, transposed(gradient, PRECISION), None, PRECISION)
-        if factors is not None:
-            dp_transposed *= factors
         delta = _load_statistic(STATISTICS, statistics_row + rows, first_query, padded, BLOCK_M, TMA)
-        ds_transposed = weights_transposed * (dp_transposed - delta[None, :])
+        if SEEDS is not None:
+            of_row = (delta * chance_kept(dropped))[None, :]
+            ds_transposed = used_transposed * dp_transposed - weights_transposed * of_row
+        else:
+            ds_transposed = weights_transposed * (dp_transposed - delta[None, :])
         if cap is not None:
             ds_transposed = ds_transposed * (1 - capped_transposed * capped_transposed)
         ds_transposed = as_operand(ds_transposed, q, PRECISION)
@@ -247,6 +252,8 @@ def flash_key_gradients(
                     HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, side != 1, EVEN_QUERIES, PRECISION, TMA, FUSED,
                     TMA_REDUCE, DK.dtype.element_ty.primitive_bitwidth == 16,
                 )  # fmt: skip
+    if SEEDS is not None:
+        dv *= 1 / chance_kept(dropped)
     store_tile(
         DV, batch_long * dv_batch + long(kv_head) * dv_head, dv, first_key, keys, dv_row,
         BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS,
@@ -285,8 +292,10 @@ def _visit_keys(
         )  # fmt: skip
         dp = product(gradient, transposed(v, PRECISION), None, PRECISION)
         if SEEDS is not None:
-            dp *= kept(SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False)
-        ds = weights * (dp - delta[:, None])
+            used = without_dropped(weights, SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False)
+            ds = used * dp - weights * (delta * chance_kept(dropped))[:, None]
+        else:
+            ds = weights * (dp - delta[:, None])
         if cap is not None:
             ds = ds * (1 - scores_capped * scores_capped)
         ds = as_operand(ds, k, PRECISION)
@@ -469,7 +478,8 @@ def _score_gradients(
     )  # fmt: skip
     dp = product(gradient, transposed(v, PRECISION), None, PRECISION)
     if SEEDS is not None:
-        dp *= kept(SEEDS, dropped, batch * heads + head, first_query, first_key, BLOCK, BLOCK, False)
+        dp = without_dropped(dp, SEEDS, dropped, batch * heads + head, first_query, first_key, BLOCK, BLOCK, False)
+        dp *= 1 / chance_kept(dropped)
     return weights * (dp - delta[:, None])
 
 

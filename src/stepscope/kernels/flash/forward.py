@@ -19,10 +19,10 @@ import triton.language as tl
 from stepscope.kernels.flash.tiles import (
     as_operand,
     capped,
+    chance_kept,
     document_of,
     first_of_bias,
     in_document,
-    kept,
     keys_visited,
     load_operand,
     long,
@@ -33,6 +33,7 @@ from stepscope.kernels.flash.tiles import (
     turn_of,
     visible,
     with_bias,
+    without_dropped,
 )
 from stepscope.kernels.launching import LOG2E
 
@@ -70,7 +71,9 @@ def _visit_keys(
         total = total * decay + tl.sum(weights, 1)
         output = output * decay[:, None]
         if SEEDS is not None:
-            weights *= kept(SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False)
+            weights = without_dropped(
+                weights, SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False
+            )
         v = load_operand(
             V, v_offset, batch, kv_head, first_key, keys, v_stride,
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,
@@ -153,8 +156,10 @@ def _attend_tile(
         maximum = new_maximum
     # A row that saw no key has total 0 and maximum -inf. Its output is zeros, its logsumexp -inf + log2(1) = -inf.
     divisor = tl.where(total == 0.0, 1.0, total)
-    output = output / divisor[:, None]
     logsumexp = (maximum + tl.math.log2(divisor)) * LN2
+    if SEEDS is not None:
+        divisor *= chance_kept(dropped)
+    output = output / divisor[:, None]
     store_tile(
         OUT, batch_long * o_batch + long(head) * o_head, output, first_query, queries, o_row,
         BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES,

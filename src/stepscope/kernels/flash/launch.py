@@ -74,17 +74,21 @@ class Scoring(NamedTuple):
         return 0 if self.bias.shape[0] == 1 else of_batch, of_head, of_query
 
     @property
+    def dropped(self) -> int:
+        """How many of 256 weights dropout takes."""
+        return 0 if self.seeds is None else min(max(1, round(self.dropout * 256)), 255)
+
+    @property
     def in_triton(self) -> bool:
         """Whether the kernels in Gluon do not take it."""
         return self.slopes is not None or self.bias is not None or self.seeds is not None
 
     def factors(self, scale: float) -> tuple[float, float | None, Tensor | None, int]:
-        """The factor on a score in base 2, that on a product before its tanh, the seeds, and of 65536 weights how many
+        """The factor on a score in base 2, that on a product before its tanh, the seeds, and of 256 weights how many
         dropout takes."""
-        dropped = min(round(self.dropout * 65536), 65535)
         if self.softcap is not None:
-            return self.softcap * LOG2E.value, scale / self.softcap, self.seeds, dropped
-        return math.copysign(max(abs(scale) * LOG2E.value, SMALLEST_SCALE), scale), None, self.seeds, dropped
+            return self.softcap * LOG2E.value, scale / self.softcap, self.seeds, self.dropped
+        return math.copysign(max(abs(scale) * LOG2E.value, SMALLEST_SCALE), scale), None, self.seeds, self.dropped
 
 
 PLAIN = Scoring()
@@ -304,10 +308,10 @@ class Backward:
         self.sums = sums
         self._limits = {"window": window, "bounds": bounds, "softcap": scoring.softcap}
         self._added = (bounds, scoring.slopes, scoring.bias)
-        self._scores = (*self._added, scale, *scoring.factors(scale))
+        self.scale = scale / (1 - scoring.dropped / 256)
+        self._scores = (*self._added, self.scale, *scoring.factors(scale))
         self._bias_strides = scoring.bias_strides
         self.rows_first = rows_first
-        self.scale = scale
         self.causal = causal
         self.batches, self.heads, self.queries, self.head_dim = q.shape
         self.kv_heads, self.keys = k.shape[1], k.shape[2]

@@ -15,8 +15,11 @@ Between the product q k^T and the softmax, scores may be changed, with c = scale
     SINKS      (H,) fp32: a score that every row has besides, whose value is zero (Xiao 2023, arXiv:2309.17453); None
                without
 
-Dropout sets a weight to zero with the probability of `dropped` in 65536, and divides the others by that of being kept.
-SEEDS, (2,) int64, a seed and an offset of 32 bits, choose which: they are None, and nothing of it is compiled, without.
+Dropout sets a weight to zero with the probability of `dropped` in 256, and divides the others by that of being kept, so
+that a weight's mean is exact. SEEDS, (2,) int64, a seed and an offset of 32 bits, choose which: they are None, and
+nothing of it is compiled, without. Eight bits of a weight are drawn by Philox 4x32 of seven rounds, which passes
+BigCrush (Salmon 2011, doi:10.1145/2063384.2063405), with the counters (query, 2 (key // 32) + 0 or 1, head
+counted through the batches, offset).
 
 BOUNDS, (2, B, S) int32, has for each position the first one of its document, and the one after its last. It is None,
 and nothing of it is compiled, if there are no documents (`kernels/documents.py`).
@@ -29,9 +32,10 @@ ptxas lets matrix products overlap only if no path around a loop puts constants 
 import triton
 import triton.language as tl
 
-from stepscope.kernels.launching import LOG2E
+from stepscope.kernels.launching import LOG2E, interpreted
 
 FIRST_COLUMN = tl.constexpr(0)
+COMPILED = tl.constexpr(not interpreted())
 
 
 @triton.jit
@@ -171,48 +175,83 @@ def with_bias(scores, query, key, queries, keys, slope, bias, bias_row, unit):
 
 
 @triton.jit
-def kept(
-    SEEDS, dropped, batch_head, first_query, first_key,
+def without_dropped(
+    tile, SEEDS, dropped, batch_head, first_query, first_key,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """What dropout multiplies the weights of a tile by, (QUERIES, KEYS), or (KEYS, QUERIES) if TRANSPOSED.
-
-    Philox 4x32 of seven rounds (Salmon 2011, doi:10.1145/2063384.2063405) has the counter (query, key // 8, head
-    counted through the batches, offset), and 16 bits for each of eight keys: a weight whose number is below `dropped`
-    is zero.
-    """
-    GROUPS: tl.constexpr = KEYS // 8
+    """A tile in fp32, (QUERIES, KEYS), or (KEYS, QUERIES) if TRANSPOSED, with zeros where dropout takes the weight."""
+    GROUPS: tl.constexpr = (KEYS + 31) // 32
+    LENGTH: tl.constexpr = KEYS // GROUPS
     query = first_query + tl.arange(0, QUERIES)
-    group = first_key // 8 + tl.arange(0, GROUPS)
+    group = tl.arange(0, GROUPS)
+    place = tl.arange(0, LENGTH)
+    if LENGTH < 32:
+        place += first_key % 32
     if TRANSPOSED:
-        zeros = tl.zeros([GROUPS, QUERIES], tl.int32)
-        query = zeros + query[None, :]
-        group = zeros + group[:, None]
+        words = _words(SEEDS, dropped, batch_head, query[None, :], first_key // 32, group[:, None], 0)
+        words = words[:, None, :].broadcast_to(GROUPS, LENGTH, QUERIES).reshape(KEYS, QUERIES)
+        bit = (1 << place)[None, :, None].broadcast_to(GROUPS, LENGTH, QUERIES).reshape(KEYS, QUERIES)
     else:
-        zeros = tl.zeros([QUERIES, GROUPS], tl.int32)
-        query = zeros + query[:, None]
-        group = zeros + group[None, :]
+        words = _words(SEEDS, dropped, batch_head, query[:, None], first_key // 32, group[None, :], 1)
+        words = words[:, :, None].broadcast_to(QUERIES, GROUPS, LENGTH).reshape(QUERIES, KEYS)
+        bit = (1 << place)[None, None, :].broadcast_to(QUERIES, GROUPS, LENGTH).reshape(QUERIES, KEYS)
+    if COMPILED:
+        # Written as `tl.where`, all tests of a tile come before its selections, and their results spill.
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.eq.s32 p, t, 0; selp.f32 $0, $1, 0f00000000, p; }",
+            "=f,f,r,r",
+            [tile, words, bit],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.where((words & bit) == 0, tile, 0.0)
+
+
+@triton.jit
+def chance_kept(dropped):
+    """The probability that dropout keeps a weight."""
+    return (256 - dropped) / 256
+
+
+@triton.jit
+def _words(SEEDS, dropped, batch_head, query, first_group, group, AXIS: tl.constexpr):
+    """A word for each query and group of 32 keys, int32: a bit is 1 where dropout takes the key's weight.
+
+    Eight random words hold a number of each key, its lowest bit in the first. From there up, `taken` says whether what
+    the bits so far make up reaches 256 - dropped: the majority of the bit, that of dropped, and what was said before.
+    """
+    zeros = query * 0 + group * 0
     offset = zeros + tl.load(SEEDS + 1).to(tl.int32)
-    a, b, c, d = tl.philox(tl.load(SEEDS), query, group, zeros + batch_head, offset, 7)
-    below = tl.join(
-        tl.join(tl.join(_low(a, dropped), _low(c, dropped)), tl.join(_low(b, dropped), _low(d, dropped))),
-        tl.join(tl.join(_high(a, dropped), _high(c, dropped)), tl.join(_high(b, dropped), _high(d, dropped))),
-    )
-    if TRANSPOSED:
-        below = below.reshape(GROUPS, QUERIES, 8).permute(0, 2, 1).reshape(KEYS, QUERIES)
-    else:
-        below = below.reshape(QUERIES, KEYS)
-    return tl.where(below == 0, 65536.0 / (65536 - dropped), 0.0)
+    taken = zeros
+    for half in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
+        counter = zeros + 2 * (first_group + group) + half
+        drawn = _philox(tl.load(SEEDS), zeros + query, counter, zeros + batch_head, offset)
+        for place in tl.static_range(4):
+            word = drawn[place].to(tl.int32, bitcast=True)
+            digit = ((zeros + dropped) << (31 - 4 * half - place)) >> 31
+            taken = (word & taken) | (digit & (word | taken))
+    # It moves nothing. Without it Triton lets each thread draw the words of all its weights, which others draw, too.
+    return tl.gather(taken, zeros + group, AXIS)
 
 
 @triton.jit
-def _low(word, dropped):
-    return ((word & 65535).to(tl.int32) < dropped).to(tl.int8)
-
-
-@triton.jit
-def _high(word, dropped):
-    return ((word >> 16).to(tl.int32) < dropped).to(tl.int8)
+def _philox(seed, a, b, c, d):
+    """Four words, uint32, of seven rounds of Philox 4x32. Triton's own multiplies once for each half of a product."""
+    a, b, c, d = a.to(tl.uint32), b.to(tl.uint32), c.to(tl.uint32), d.to(tl.uint32)
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(7):  # pyright: ignore[reportGeneralTypeIssues]
+        first = a.to(tl.uint64) * 0xD2511F53
+        second = c.to(tl.uint64) * 0xCD9E8D57
+        a = (second >> 32).to(tl.uint32) ^ b ^ low
+        c = (first >> 32).to(tl.uint32) ^ d ^ high
+        b = second.to(tl.uint32)
+        d = first.to(tl.uint32)
+        low += 0x9E3779B9
+        high += 0xBB67AE85
+    return a, b, c, d
 
 
 @triton.jit

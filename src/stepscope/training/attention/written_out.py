@@ -172,30 +172,35 @@ _LOW = 0xFFFFFFFF
 
 
 def dropout_factors(weights: Tensor, dropout: float, seeds: Tensor | None) -> Tensor:
-    """What dropout multiplies weights (B, H, S, T) by: 0, or 1 over the probability of being kept. The numbers are
-    those of the kernels (`kept` of kernels/flash/tiles.py); without seeds, of PyTorch's generator."""
-    dropped = min(round(dropout * 65536), 65535)
+    """What dropout multiplies weights (B, H, S, T) by: 0, or 1 over the probability of being kept, to the nearest 256th
+    but for 0 and 1. The numbers are those of the kernels (kernels/flash/tiles.py); without seeds, of PyTorch's
+    generator."""
+    kept = 256 - min(max(1, round(dropout * 256)), 255)
     if seeds is None:
-        drawn = torch.randint(65536, weights.shape, device=weights.device)
+        drawn = torch.randint(256, weights.shape, device=weights.device)
     else:
         drawn = dropout_numbers(weights.shape, seeds)
-    return (drawn >= dropped).to(weights.dtype) * (65536 / (65536 - dropped))
+    return (drawn < kept).to(weights.dtype) * (256 / kept)
 
 
 def dropout_numbers(shape: torch.Size, seeds: Tensor) -> Tensor:
-    """Numbers of 16 bits, (B, H, S, T) int64, of seven rounds of Philox with the counter (query, key // 8, head counted
-    through the batches, offset)."""
+    """Numbers of 8 bits, (B, H, S, T) int64, of seven rounds of Philox with the counters (query, 2 (key // 32) + 0 and
+    1, head counted through the batches, offset): of their eight words the first has the lowest bits of 32 keys."""
     batches, heads, queries, keys = shape
-    place = [torch.arange(size, device=seeds.device) for size in (batches * heads, queries, -(-keys // 8))]
-    head, query, group = torch.meshgrid(*place, indexing="ij")
+    place = [torch.arange(size, device=seeds.device) for size in (batches * heads, queries, -(-keys // 32) * 2)]
+    head, query, half = torch.meshgrid(*place, indexing="ij")
     seed, offset = seeds[0], (seeds[1] & _LOW).expand_as(head)
-    low, high, counter = seed & _LOW, (seed >> 32) & _LOW, [query, group, head, offset]
+    low, high, counter = seed & _LOW, (seed >> 32) & _LOW, [query, half, head, offset]
     for _ in range(7):
         first, second = (_wide_product(each, factor) for each, factor in zip(counter[::2], _PHILOX, strict=True))
         counter = [second[0] ^ counter[1] ^ low, second[1], first[0] ^ counter[3] ^ high, first[1]]
         low, high = (low + _WEYL[0]) & _LOW, (high + _WEYL[1]) & _LOW
-    halves = [half for word in counter for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack(halves, dim=-1).view(batches, heads, queries, -1)[..., :keys]
+    words = torch.stack(counter, dim=-1).view(batches, heads, queries, -1, 8)
+    key = torch.arange(32, device=seeds.device)
+    numbers = torch.zeros((), dtype=torch.int64, device=seeds.device)
+    for bit in range(8):
+        numbers = numbers + ((words[..., bit, None] >> key & 1) << bit)
+    return numbers.flatten(-2)[..., :keys]
 
 
 def _wide_product(number: Tensor, factor: int) -> tuple[Tensor, Tensor]:
