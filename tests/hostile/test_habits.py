@@ -365,12 +365,15 @@ def test_43_a_bias_whose_gradient_is_0_by_design_and_of_another_models_loss_is_n
     assert watched.run.evidence.habits is not None and "parameters-unchanged" not in habits(watched.run)
 
 
-def test_43_updates_that_a_scaler_leaves_out_are_no_mistake(tmp_path: Path):
+@pytest.mark.parametrize("fused", [False, True])
+def test_43_updates_that_a_scaler_leaves_out_are_no_mistake(tmp_path: Path, fused: bool):
+    """The step of a fused optimizer is called all the same."""
     model, scaler = Net(), torch.amp.GradScaler("cpu")
-    optimizer = sgd(list(model.parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     with stepscope.watch(model, optimizer, steps=(4, 10), runs=tmp_path, quiet=True) as watched:
         for _ in range(15):
-            scaler.scale(model(torch.randn(8, 64)) * float("inf")).backward()
+            one_is_infinite = (model.head.bias * 1e30).sum() * 1e30
+            scaler.scale(model(torch.randn(8, 64)) + one_is_infinite).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()

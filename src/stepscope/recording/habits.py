@@ -66,7 +66,9 @@ class Training:
         self._norms: dict[int, torch.Tensor] = {}
         """The norm of the gradient that each parameter's last update took."""
         self._with_gradient: set[int] = set()
-        self._steps = self._updates = 0
+        self._steps = self._called = 0
+        self._infinite: list[torch.Tensor] = []
+        """Of calls of a fused optimizer's step by a scaler: above 0 where a gradient was not finite."""
         self._counted: int | None = None
         self.hooks = contextlib.ExitStack()
         """The hooks on the optimizers; close it to take them off."""
@@ -80,7 +82,6 @@ class Training:
             self._changes = Changes(self._parameters.values(), self._optimizers)
         self._counted = self._count()
         for optimizer in self._optimizers:
-            # A scaler that leaves an update out does not call the optimizer's step.
             hook = optimizer.register_step_post_hook(self._count_update)
             # A hook that takes others off, as one that ends a step does, must be the last: PyTorch walks through them.
             hooks: Any = optimizer._optimizer_step_post_hooks
@@ -160,8 +161,16 @@ class Training:
         counts = [most_updates(optimizer) for optimizer in self._optimizers]
         return sum(count or 0 for count in counts) if counts and None not in counts else None
 
+    @property
+    def _updates(self) -> int:
+        """Calls of the optimizers' steps that were updates. A scaler that leaves one out does not call the step; that
+        of a fused optimizer, which then does nothing, it calls all the same."""
+        return self._called - sum(float(found) != 0 for found in self._infinite)
+
     def _count_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._updates += 1
+        self._called += 1
+        if isinstance(found := getattr(optimizer, "found_inf", None), torch.Tensor):
+            self._infinite.append(found)
         held = held_by([optimizer])
         for key, norm in self._before.items():
             if key in held or key not in self._held:

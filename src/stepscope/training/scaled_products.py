@@ -34,7 +34,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
@@ -490,7 +489,41 @@ def block_products(model: nn.Module, recipe_of: Callable[[str], Recipe | None]) 
 
     Linear are `F.linear`, and `torch.addmm` with a parameter; products of other operators stay as they are.
     """
-    with _running(model) as running, _Linears(lambda: recipe_of(running())):
+
+    def product(path: str, *operands: Any) -> Tensor | None:
+        recipe = recipe_of(path)
+        return None if recipe is None else _linear(recipe, *operands)
+
+    with _linears_replaced(model, product):
+        yield
+
+
+@contextlib.contextmanager
+def _linears_replaced(
+    model: nn.Module, product: Callable[[str, Tensor, Tensor, Tensor | None], Tensor | None]
+) -> Iterator[None]:
+    """While open, linear layers are what `product` makes of the path of their module, their input, weight and bias; as
+    they are where it is None.
+
+    They are found where they are called: a mode would miss those that a checkpoint runs again in backward, whose call
+    a mode itself turns off.
+    """
+    linear, addmm = F.linear, torch.addmm
+    with _running(model) as running, contextlib.ExitStack() as undo:
+
+        def our_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            made = product(running(), input, weight, bias)
+            return linear(input, weight, bias) if made is None else made
+
+        def our_addmm(*args: Any, **kwargs: Any) -> Tensor:
+            made = None
+            if len(args) == 3 and not kwargs and isinstance(args[2], nn.Parameter):
+                made = product(running(), args[1], args[2].t(), args[0])
+            return addmm(*args, **kwargs) if made is None else made
+
+        for place, name, function in ((F, "linear", our_linear), (torch, "addmm", our_addmm)):
+            undo.callback(setattr, place, name, getattr(place, name))
+            setattr(place, name, function)
         yield
 
 
@@ -523,25 +556,6 @@ def first_and_last(paths: Sequence[str]) -> set[str]:
         return {paths[0], paths[-1]}
     ends = (None, min(known), max(known)) if len(set(known)) > 2 else (None,)
     return {path for path, number in numbers.items() if number in ends}
-
-
-class _Linears(TorchFunctionMode):
-    def __init__(self, recipe: Callable[[], Recipe | None]) -> None:
-        super().__init__()
-        self._recipe = recipe
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        linear = func is F.linear
-        if linear or (func is torch.addmm and len(args) == 3 and isinstance(args[2], nn.Parameter) and not kwargs):
-            recipe = self._recipe()
-            if recipe is not None:
-                if linear:
-                    return _linear(recipe, *args, **kwargs)
-                return _linear(recipe, args[1], args[2].t(), args[0])
-        return func(*args, **kwargs)
 
 
 def _linear(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -627,36 +641,19 @@ class OperandSizes(Recorder):
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator["OperandSizes"]:
-        """While open, linear layers in numbered blocks of the model, or all where there are none, are of these sizes.
-
-        They are found where they are called: a mode would miss those that a checkpoint runs again in backward.
-        """
+        """While open, linear layers in numbered blocks of the model, or all without such blocks, are of these sizes."""
         is_numbered = any(_block_of(path) is not None for path, _ in model.named_modules())
-        linear, addmm = F.linear, torch.addmm
-        with _running(model) as running, contextlib.ExitStack() as undo:
 
-            def takes(input: Tensor, weight: Tensor) -> bool:
-                path = running()
-                if is_numbered and _block_of(path) is None:
-                    return False
-                why = self._unlike(input, weight)
-                if why is not None:
-                    self.left[path] = why
-                else:
-                    self.taken.add(path)
-                return why is None
+        def product(path: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+            if is_numbered and _block_of(path) is None:
+                return None
+            if (why := self._unlike(input, weight)) is not None:
+                self.left[path] = why
+                return None
+            self.taken.add(path)
+            return self._linear(input, weight, bias)
 
-            def sized(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-                return self._linear(input, weight, bias) if takes(input, weight) else linear(input, weight, bias)
-
-            def sized_addmm(*args: Any, **kwargs: Any) -> Tensor:
-                if len(args) == 3 and not kwargs and isinstance(args[2], nn.Parameter) and takes(args[1], args[2].t()):
-                    return self._linear(args[1], args[2].t(), args[0])
-                return addmm(*args, **kwargs)
-
-            for place, name, function in ((F, "linear", sized), (torch, "addmm", sized_addmm)):
-                undo.callback(setattr, place, name, getattr(place, name))
-                setattr(place, name, function)
+        with _linears_replaced(model, product):
             yield self
 
     def _unlike(self, input: Tensor, weight: Tensor) -> str | None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from stepscope.core.errors import InputError
 from stepscope.core.float_formats import BLOCK_FORMATS
@@ -63,6 +64,19 @@ def test_autocast_gives_its_dtype_and_other_layers_stay():
         with torch.autocast("cpu", torch.bfloat16):
             assert model(x).dtype == torch.bfloat16
     assert torch.equal(first, model[0](x))
+
+
+def test_what_a_checkpoint_runs_again_is_in_blocks_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    x = torch.randn(32, 64)
+    gradients: list[list[Tensor | None]] = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        model.zero_grad()
+        with block_products(model, lambda path: Recipe(form=MXFP4)):
+            run(x).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 def test_first_and_last_layers():
