@@ -9,8 +9,12 @@ from typing import Any
 import polars as pl
 import pytest
 
+from stepscope.core.answer import Answer
+from stepscope.traces.captures.answer import answer_trace
 from stepscope.traces.captures.attribution import attribute
+from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.digest import read_trace
+from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.readers import nsys_tables
 from stepscope.traces.table import TraceTable
 from tests.captures import CALLS, KERNELS, RANGES, STRINGS, Row, Tables, global_pid, global_tid, nvtx, write_sqlite
@@ -90,13 +94,15 @@ def plainly(path: Path) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]], l
     return work, calls, ranges, phases
 
 
-def _read(path: Path) -> tuple[TraceTable, Counter[str]]:
-    attribution = attribute(read_trace(path))
+def _read(path: Path, whole: bool) -> tuple[TraceTable, Counter[str], Answer]:
+    attribution = attribute(read_trace(path, launch_sizes=whole))
     attribution.self_check()
     phases = Counter[str]()
-    for phase, duration in attribution.work.select("phase", "duration_ns").iter_rows():
+    for phase, duration in attribution.work.select("phase", "duration_ns").rows():
         phases[phase or "outside"] += duration
-    return attribution.table, phases
+    summary = TraceSummary(attribution=attribution, run=None)
+    answer = answer_trace(summary, check_trace(summary), "report")
+    return attribution.table, phases, answer
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -110,16 +116,21 @@ def test_every_row_and_phase_as_a_plain_reader_has_them(
         db.close()
         monkeypatch.setattr(nsys_tables, "_PAGES", 2)
         monkeypatch.setattr(nsys_tables, "BATCH_ROWS", 5)
+        monkeypatch.setattr(nsys_tables, "_STRETCH", 7)
     if seed % 4 == 3:  # SQLite reads all
         monkeypatch.setattr(nsys_tables, "_DEEPEST", 0)
     work, calls, ranges, by_phase = plainly(path)
-    table, phases = _read(path)
     columns = ("start_ns", "duration_ns", "device", "stream", "name", "process", "correlation", "launch_ns")
-    assert table.work.select(*columns, "launch_thread").rows() == work
-    said = table.calls.select("start_ns", "duration_ns", "process", "thread", "name", "correlation")
-    assert said.rows() == calls
-    ended = table.ranges.select(
-        "name", "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns"), process="process"
-    )
-    assert ended.rows() == ranges
-    assert +phases == +by_phase
+    answers: list[Answer] = []
+    for whole in (True, False):  # as frames, and held narrow
+        table, phases, answer = _read(path, whole)
+        answers.append(answer)
+        assert table.work.select(*columns, "launch_thread").rows() == work
+        said = table.calls.select("start_ns", "duration_ns", "process", "thread", "name", "correlation")
+        assert said.rows() == calls
+        ended = table.ranges.select(
+            "name", "start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns"), process="process"
+        )
+        assert ended.rows() == ranges
+        assert +phases == +by_phase
+    assert answers[0] == answers[1]

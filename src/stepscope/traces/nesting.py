@@ -303,16 +303,6 @@ def is_one_value(column: pl.Series) -> bool:
     return not column.null_count() and (not len(column) or bool((column == column[0]).all()))
 
 
-def by_start(rows: pl.DataFrame, *ties: str) -> pl.DataFrame:
-    """The rows sorted by start_ns and, where some start together, by `ties`, nulls last.
-
-    Rows of one stream never do, and one key is sorted much sooner than several.
-    """
-    ordered = rows if rows["start_ns"].is_sorted() else rows.sort("start_ns", nulls_last=True)
-    together = (ordered["start_ns"] == ordered["start_ns"].shift(1)).any()
-    return rows.sort("start_ns", *ties, nulls_last=True) if together else ordered
-
-
 def lasting(intervals: pl.DataFrame) -> pl.DataFrame:
     """The intervals with a column duration_ns."""
     return intervals.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))

@@ -237,6 +237,9 @@ _NO_LAUNCH = r"HostFunc|GraphAdd|Graph\w*Node|GetLaunch|CallConfiguration"
 
 
 _DENSE = 12
+"""Ids lie close together where they span at most so many times their number."""
+_AT_ONCE = 1 << 18
+"""The most rows of which what is made on the way is held at once."""
 _FEW_IDS = 2**44
 """Correlation ids below this, which is usual, share 64 bits with a number for their process."""
 
@@ -397,6 +400,9 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
             column_of(frame, "process").replace_strict(processes, default=None, return_dtype=pl.Int64) * _FEW_IDS + one
         )
 
+    found = _call_in_place(work, calls, key) if small else None
+    if found is not None:
+        return found
     keys, rows = key(calls), pl.int_range(calls.height, dtype=pl.UInt32, eager=True)
     if keys.null_count():
         rows = rows.filter(keys.is_not_null())
@@ -412,14 +418,38 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
         records = records.sort("key", "launch", "start_ns").unique("key", keep="last", maintain_order=True)
         keys, rows = records["key"], records["call"]
     wanted = key(work)
-    first, last = keys[0], keys[-1]
-    if last - first < _DENSE * len(keys):  # a place for each id is found sooner than the id among the others
-        places = pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, last - first + 1)
-        places.scatter(keys - first, rows)
-        inside = cast("int", wanted.min() or first) >= first and cast("int", wanted.max() or first) <= last
-        return places.gather((wanted if inside else wanted.set(~wanted.is_between(first, last), None)) - first)
     at = keys.search_sorted(wanted.fill_null(-1), side="left").clip(upper_bound=len(keys) - 1)
     return pl.select(pl.when(keys.gather(at) == wanted).then(rows.gather(at))).to_series()
+
+
+def _call_in_place(
+    work: pl.DataFrame, calls: pl.DataFrame, key: Callable[[pl.DataFrame], pl.Series]
+) -> pl.Series | None:
+    """As `_call_of`, where each call has an id of its own and they lie close together: a place for each id is found
+    sooner than the id among the others. A stretch at a time, since a million of anything takes megabytes."""
+    of_key = ["process", "correlation"]
+    known, first, last = 0, _FEW_IDS**2, -1
+    for keys in (key(part) for part in calls.select(of_key).iter_slices(_AT_ONCE)):
+        known += len(keys) - keys.null_count()
+        first = min(first, cast("int", first if (least := keys.min()) is None else least))
+        last = max(last, cast("int", keys.max() or -1))
+    if not 0 <= last - first < _DENSE * known:
+        return None
+    places = pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, last - first + 1)
+    begin = 0
+    for part in calls.select(of_key).iter_slices(_AT_ONCE):
+        keys, rows = key(part), pl.int_range(begin, begin + part.height, dtype=pl.UInt32, eager=True)
+        begin += part.height
+        if keys.null_count():
+            rows, keys = rows.filter(keys.is_not_null()), keys.drop_nulls()
+        places.scatter(keys - first, rows)
+    if len(places) - places.null_count() < known:  # some id is of several calls
+        return None
+    found: list[pl.Series] = []
+    for wanted in (key(part) for part in work.select(of_key).iter_slices(_AT_ONCE)):
+        inside = cast("int", wanted.min() or first) >= first and cast("int", wanted.max() or first) <= last
+        found.append(places.gather((wanted if inside else wanted.set(~wanted.is_between(first, last), None)) - first))
+    return pl.concat(found, rechunk=True)
 
 
 def _with_process(work: pl.DataFrame, records: pl.DataFrame, processes: pl.Series | None) -> pl.DataFrame:

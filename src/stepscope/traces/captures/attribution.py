@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import polars as pl
 
@@ -33,6 +33,8 @@ from stepscope.traces.table import COPIES, KIND, TraceTable, fits, named
 
 
 _STRETCH = 1 << 19
+_AT_ONCE = 1 << 20
+"""The most rows of which what is made on the way is held at once."""
 
 
 class Places:
@@ -309,9 +311,11 @@ class Attribution:
 
         A million rows have a thousand of them, of which every sum is made.
         """
-        return self.work.group_by(
-            "kind", "name", "family", "phase", "found_by", "role", "module", "part", "ranged"
-        ).agg(pl.len().cast(pl.Int64).alias("calls"), pl.col("duration_ns").sum())
+        by = ("kind", "name", "family", "phase", "found_by", "role", "module", "part", "ranged")
+        sums = pl.len().cast(pl.Int64).alias("calls"), pl.col("duration_ns").sum()
+        slices = self.work.select(*by, "duration_ns").iter_slices(_AT_ONCE)
+        parts = [part.group_by(by).agg(*sums) for part in (slices if self.work.height else [self.work])]
+        return pl.concat(parts).group_by(by).agg(pl.col("calls", "duration_ns").sum())
 
     @cached_property
     def rows(self) -> pl.DataFrame:
@@ -423,16 +427,8 @@ def attribute(table: TraceTable) -> Attribution:
         recomputed = Places(_named(table.ranges, [RECOMPUTATION], threads))
         again = recomputed.name_at(work["track"], work["launch_ns"], RECOMPUTATION).is_not_null()
         work = work.with_columns(pl.col("_recomputes") | again)
-    keys = ["name", "operator", "part", "phase"]
-    places = work.select(pl.col("name", "operator", "part").cast(pl.Categorical), "phase")
-    number = numbered(places, keys)
-    first = number.to_frame().with_row_index("row").group_by("number").agg(pl.col("row").first()).sort("number")["row"]
-    families = [
-        classify(name, operator=operator, part=part, phase=phase)
-        for name, operator, part, phase in places[first].iter_rows()
-    ]
-    family = pl.Series("family", families, dtype=pl.Enum(FAMILIES)).gather(number)
-    work = work.with_columns(family).with_columns(_ROLE)
+    work = work.with_columns(_families(work))
+    work = work.with_columns(_ROLE)
     in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
     work = work.with_columns(pl.when(in_phase).then(pl.lit(ROOT, pl.Categorical())).otherwise("module").alias("module"))
     work = work.drop("track", "_accumulates", "_recomputes")
@@ -445,6 +441,22 @@ def attribute(table: TraceTable) -> Attribution:
         links_agree=agree,
         forwards=forwards,
     )
+
+
+def _families(work: pl.DataFrame) -> pl.Series:
+    """The family of each row of work."""
+    keys = ["name", "operator", "part", "phase"]
+    found, families = dict[tuple[Any, ...], str](), [pl.Series("family", dtype=pl.Enum(FAMILIES))]
+    for some in work.select(keys).iter_slices(_AT_ONCE):
+        places = some.with_columns(pl.col("name", "operator", "part").cast(pl.Categorical))
+        number = numbered(places, keys)
+        first = number.to_frame().with_row_index("row").group_by("number").agg(pl.col("row").first()).sort("number")
+        for place in (rows := places[first["row"]].rows()):
+            if place not in found:
+                name, operator, part, phase = place
+                found[place] = classify(name, operator=operator, part=part, phase=phase)
+        families.append(pl.Series("family", [found[place] for place in rows], dtype=pl.Enum(FAMILIES)).gather(number))
+    return pl.concat(families, rechunk=True)
 
 
 def _recomputed(few: pl.DataFrame) -> pl.Series:

@@ -112,7 +112,8 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
     no_id = pl.col("correlation").is_null() | (pl.col("correlation") == 0)
     untied = summary.attribution.kernels.filter(pl.col("launch_row").is_null())
     alone = rows.filter(~ran)
-    may_be = max(untied.filter(no_id).height, min(table.calls[alone].filter(no_id).height, untied.height))
+    of_calls = table.calls[alone].filter(no_id).height if len(alone) else 0
+    may_be = max(untied.filter(no_id).height, min(of_calls, untied.height))
     total, without = len(ran), len(alone) - min(len(alone), may_be)
     share = _share(without, total)
     at_the_edges = not ran.any() or ran[ran.arg_true()[0] : ran.arg_true()[-1]].all()

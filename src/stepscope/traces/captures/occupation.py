@@ -19,7 +19,7 @@ have been ready. The first of these that holds is the cause:
 Calls do not say for which device they wait. If one process drives several devices, a wait counts for each of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -28,7 +28,7 @@ import polars as pl
 
 from stepscope.core.range_names import PHASES
 from stepscope.traces.captures.attribution import Attribution
-from stepscope.traces.nesting import by_start, is_one_value, open_rows, union, values_of
+from stepscope.traces.nesting import is_one_value, open_rows, union, values_of
 from stepscope.traces.table import TraceTable, fits, named
 
 # Exact arithmetic on sets of disjoint intervals: their length, and the time that they cover in each window.
@@ -204,10 +204,6 @@ def waiting_call(gaps: pl.DataFrame, waiting: pl.DataFrame) -> pl.Series:
     return pl.select(pl.coalesce(*answers).alias("wait")).to_series()
 
 
-def _slices(gaps: pl.DataFrame) -> Iterator[pl.DataFrame]:
-    return gaps.iter_slices(_AT_ONCE) if gaps.height else iter([gaps])
-
-
 def _open_between(waiting: pl.DataFrame, gaps: pl.DataFrame) -> pl.DataFrame:
     """The waits that may be open at the start of one of these gaps."""
     if not gaps.height:
@@ -226,7 +222,7 @@ On an H200 on one stream, the median is 1.1 us and 99 % are below 2.5 us. Betwee
 us."""
 
 _AT_ONCE = 1 << 18
-"""The most gaps that are described at once: they take several times the memory of what is kept."""
+"""The most rows of work whose gaps are described at once: they take several times the memory of what is kept."""
 
 CAUSES = ("synchronisation", "data", "launch-bound", "dependency", "kernel-to-kernel latency", "unknown")
 CAUSE = pl.Enum(CAUSES)
@@ -272,21 +268,14 @@ class Occupation:
     """
 
     devices: tuple[DeviceOccupation, ...]
-    gaps: pl.DataFrame
+    by_cause: pl.DataFrame
+    """Gaps by device, cause and phase (gaps, idle_ns, largest_ns), with the most idle time first."""
+    describe: Callable[[], pl.DataFrame]
 
     @cached_property
-    def by_cause(self) -> pl.DataFrame:
-        """Gaps by device, cause and phase (gaps, idle_ns, largest_ns), with the most idle time first."""
-        return (
-            self.gaps.group_by("device", "cause", "phase")
-            .agg(
-                pl.len().alias("gaps"),
-                pl.col("duration_ns").sum().alias("idle_ns"),
-                pl.col("duration_ns").max().alias("largest_ns"),
-            )
-            .with_columns(pl.col("phase").cast(pl.String))
-            .sort("idle_ns", "device", "cause", "phase", descending=[True, False, False, False])
-        )
+    def gaps(self) -> pl.DataFrame:
+        """All gaps. There may be one for each row of work, so they are described anew where they are asked for."""
+        return self.describe()
 
     @property
     def span_ns(self) -> int:
@@ -304,7 +293,7 @@ class Occupation:
             assert device.union_ns + device.idle_ns == device.span_ns, "work and gaps are not the span"
             assert device.union_ns <= device.busy_ns, "the union is longer than the sum"
         assert self.idle_ns == int(self.by_cause["idle_ns"].sum()), "causes do not add up to the idle time"
-        assert not self.gaps.height or int(self.gaps["duration_ns"].to_list()[0]) > 0
+        assert not self.by_cause.height or int(self.by_cause["largest_ns"].to_list()[0]) > 0
 
 
 def occupation(attribution: Attribution) -> Occupation | None:
@@ -316,67 +305,105 @@ def occupation(attribution: Attribution) -> Occupation | None:
     columns = ["process", "thread", "start_ns", "duration_ns"]
     loading = pl.concat(named(frame, _LOADS_DATA).select(columns) for frame in (table.ranges, table.operators))
     waiting = waits(table, work)
-    each = [
-        _of_device(attribution, device, loading, waiting)
-        for device in values_of(work, "device").unique().sort().to_list()
-    ]
-    # One value is held for all gaps of a device.
-    gaps = [pl.concat(some).select(pl.lit(one.device, pl.Int64).alias("device"), pl.all()) for one, some in each]
-    return Occupation(devices=tuple(one for one, _ in each), gaps=gaps[0] if len(gaps) == 1 else pl.concat(gaps))
+    numbers = values_of(work, "device").unique().sort().to_list()
+    each = [_Device(attribution, device, loading, waiting) for device in numbers]
+    by_cause = pl.concat(device.by_cause() for device in each).with_columns(pl.col("phase").cast(pl.String))
+    by_cause = by_cause.sort("idle_ns", "device", "cause", "phase", descending=[True, False, False, False])
+
+    def describe() -> pl.DataFrame:
+        # One value is held for all gaps of a device.
+        gaps = [
+            pl.concat(one.gaps()).select(pl.lit(one.device, pl.Int64).alias("device"), pl.all())
+            for one in (_Device(attribution, device, loading, waiting) for device in numbers)
+        ]
+        return gaps[0] if len(gaps) == 1 else pl.concat(gaps)
+
+    return Occupation(devices=tuple(device.occupied for device in each), by_cause=by_cause, describe=describe)
 
 
-def _of_device(
-    attribution: Attribution, device: int, loading: pl.DataFrame, waiting: pl.DataFrame
-) -> tuple[DeviceOccupation, list[pl.DataFrame]]:
-    """One device's occupation, and its gaps, in pieces: a million of them are described piece by piece."""
-    columns = ["start_ns", "duration_ns", "device", "process", "name", "launch_ns", "launch_thread", "phase", "step"]
-    end_ns = pl.col("start_ns") + pl.col("duration_ns")
-    inside = attribution.work.select(columns)
-    if not is_one_value(values_of(inside, "device")):
-        inside = inside.filter(pl.col("device") == device)
-    # The device's work clipped to the span of its steps, sorted by start.
-    marked = pl.col("step").is_not_null() | (pl.col("step").count() == 0)
-    first, last = inside.select(
-        pl.col("start_ns").filter(marked).min(), end_ns.filter(marked).max().alias("end_ns")
-    ).row(0)
-    within = inside.select((end_ns >= first) & (pl.col("start_ns") <= last)).to_series()
-    if not within.all():  # a filter copies a million rows
-        inside = inside.filter(within)
-    inside = (
-        inside.with_columns(pl.col("start_ns").clip(lower_bound=first), end_ns.clip(upper_bound=last).alias("_end_ns"))
-        .with_columns((pl.col("_end_ns") - pl.col("start_ns")).alias("duration_ns"))
-        .drop("_end_ns")
-    )
-    inside = by_start(inside, "launch_ns")
-    gaps = _gaps(inside)
-    described = [_with_causes(_between(some, inside), loading, waiting) for some in _slices(gaps)]
-    occupied = DeviceOccupation(
-        device=device,
-        name=attribution.table.devices.get(device),
-        start_ns=cast("int", inside["start_ns"].min()),
-        end_ns=cast("int", (inside["start_ns"] + inside["duration_ns"]).max()),
-        busy_ns=int(inside["duration_ns"].sum()),
-        union_ns=length_ns(pieces(inside)),
-        idle_ns=int(gaps["duration_ns"].sum()),
-    )
-    return occupied, described
+class _Device:
+    """One device's work by start, in the span of its steps, a stretch at a time: a million rows and their gaps take
+    hundreds of megabytes. `occupied` is its occupation once the gaps are described."""
+
+    def __init__(self, attribution: Attribution, device: int, loading: pl.DataFrame, waiting: pl.DataFrame) -> None:
+        self.device, self._name, self._hosts = device, attribution.table.devices.get(device), (loading, waiting)
+        columns = ["start_ns", "duration_ns", "process", "name", "launch_ns", "launch_thread", "phase", "step"]
+        inside = attribution.work
+        if not is_one_value(values_of(inside, "device")):
+            inside = inside.filter(pl.col("device") == device)
+        inside = inside.select(columns)
+        end_ns = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+        marked = pl.col("step").is_not_null() | (pl.col("step").count() == 0)
+        self._first, self._last = inside.select(
+            pl.col("start_ns").filter(marked).min(), end_ns.filter(marked).max()
+        ).row(0)
+        within = inside.select((end_ns >= self._first) & (pl.col("start_ns") <= self._last)).to_series()
+        self._work = inside if within.all() else inside.filter(within)  # a filter copies a million rows
+
+    def _stretches(self) -> Iterator[pl.DataFrame]:
+        """The work by start, and by launch where some start together, clipped to the span."""
+        starts, order = self._work["start_ns"].clip(lower_bound=self._first), None
+        if not starts.is_sorted():
+            order = starts.arg_sort()
+            starts = starts.gather(order)
+        if (starts == starts.shift(1)).any():
+            keys = self._work.select(pl.col("start_ns").clip(lower_bound=self._first), "launch_ns")
+            order = keys.select(pl.arg_sort_by("start_ns", "launch_ns", nulls_last=True)).to_series()
+        del starts
+        start_ns = pl.col("start_ns").clip(lower_bound=self._first)
+        end_ns = (pl.col("start_ns") + pl.col("duration_ns")).clip(upper_bound=self._last)
+        for first in range(0, self._work.height, _AT_ONCE):
+            rows = slice(first, first + _AT_ONCE)
+            some = self._work[rows] if order is None else self._work[order[rows]]
+            yield some.with_columns(start_ns, (end_ns - start_ns).alias("duration_ns"))
+
+    def gaps(self) -> Iterator[pl.DataFrame]:
+        """The gaps, each with its cause."""
+        busy_ns = union_ns = idle_ns = 0
+        before, begin_ns, until_ns = self._work.clear(), None, 0
+        for some in self._stretches():
+            work = pl.concat([before, some], rechunk=True)
+            ends = work["start_ns"] + work["duration_ns"]
+            reached = ends.cum_max()
+            gaps = _gaps(work["start_ns"], ends, reached)
+            begin_ns = cast("int", some["start_ns"][0]) if begin_ns is None else begin_ns
+            busy_ns += int(some["duration_ns"].sum())
+            idle_ns += int(gaps["duration_ns"].sum())
+            # What each adds to the time that some work ran: from its start, or where the ones before it end.
+            since = pl.select(pl.max_horizontal(work["start_ns"], reached.shift(1))).to_series()
+            added = (reached - since).clip(lower_bound=0)
+            union_ns += int((added if before.is_empty() else added[1:]).sum())
+            until_ns = cast("int", reached[-1])
+            before = work[int((ends == until_ns).arg_true()[-1])]
+            yield _with_causes(_between(gaps, work), *self._hosts)
+        self.occupied = DeviceOccupation(
+            device=self.device, name=self._name, start_ns=begin_ns or 0, end_ns=until_ns,
+            busy_ns=busy_ns, union_ns=union_ns, idle_ns=idle_ns,
+        )  # fmt: skip
+
+    def by_cause(self) -> pl.DataFrame:
+        """The gaps by cause and phase (device, cause, phase, gaps, idle_ns, largest_ns)."""
+        count, spent = pl.len().alias("gaps"), pl.col("duration_ns")
+        sums = (count, spent.sum().alias("idle_ns"), spent.max().alias("largest_ns"))
+        parts = [gaps.group_by("cause", "phase").agg(*sums) for gaps in self.gaps()]
+        whole = (pl.col("gaps", "idle_ns").sum(), pl.col("largest_ns").max())
+        device = pl.lit(self.device, pl.Int64).alias("device")
+        return pl.concat(parts).group_by("cause", "phase").agg(*whole).select(device, pl.all())
 
 
-def _gaps(work: pl.DataFrame) -> pl.DataFrame:
+def _gaps(starts: pl.Series, ends: pl.Series, reached: pl.Series) -> pl.DataFrame:
     """The gaps between work sorted by start, with the rows of the work after each and of that which ended last before
     it."""
-    end_ns = work["start_ns"] + work["duration_ns"]
-    reached = end_ns.cum_max()
-    row = pl.int_range(work.height, dtype=pl.UInt32)
-    furthest = pl.select(pl.when(end_ns == reached).then(row).forward_fill().shift(1)).to_series()
+    row = pl.int_range(len(starts), dtype=pl.UInt32)
+    furthest = pl.select(pl.when(ends == reached).then(row).forward_fill().shift(1)).to_series()
     reached = reached.shift(1)
-    idle = work["start_ns"] > reached
+    idle = starts > reached
     return pl.DataFrame(
         {
             "after": idle.arg_true(),
             "before": furthest.filter(idle),
             "start_ns": reached.filter(idle),
-            "duration_ns": (work["start_ns"] - reached).filter(idle),
+            "duration_ns": (starts - reached).filter(idle),
         }
     )
 

@@ -323,7 +323,7 @@ class _Reader:
 
     def __init__(self, tables: Tables, launch_sizes: bool) -> None:
         self._tables = tables
-        self._details = DETAILS if launch_sizes else _OF_COPIES
+        self._details, self._all = DETAILS if launch_sizes else _OF_COPIES, launch_sizes
         self._other: dict[str, int] = {}
         self._damage = Damage()
         self._names = Names()
@@ -457,11 +457,11 @@ class _Reader:
         texts = ["nameId"] if self._tables.is_text(table, "nameId") else []
         if not texts:
             numbers.append("nameId")
-        rows = Rows()
+        rows = Rows(CALL_SCHEMA, self._series)
         for piece, lasts in self._timed(table, numbers, texts, CALLS):
             named = piece.array("nameId")
             rows.add(
-                piece,
+                piece.height,
                 {
                     "start_ns": piece.columns["start"],
                     "duration_ns": lasts,
@@ -471,27 +471,13 @@ class _Reader:
                     "correlation": piece.columns["correlationId"],
                 },
             )
-        return self._frame(rows, CALL_SCHEMA)
+        return self._kept(rows)
 
-    def _frame(self, rows: Rows, schema: pl.Schema, made: dict[str, pl.Series] | None = None) -> pl.DataFrame:
-        """The rows, which are emptied: a column is held twice only while it is made. Columns of one value are held as
-        that value: of a million rows, each saves 8 MB. `made`: columns that are there already."""
-        if not rows.height:
-            return empty(schema)
-        frame = pl.DataFrame(made or {}) if made else pl.DataFrame(height=rows.height)
-        constants: list[pl.Expr] = []
-        for name, dtype in schema.items():
-            if name in frame.columns:
-                continue
-            column = rows.pop(name)
-            if isinstance(column, int):
-                one = None if column == NO_NUMBER else self._series(np.array([column]), name, dtype).item()
-                constants.append(pl.lit(one, dtype).alias(name))
-            else:
-                frame = frame.with_columns(self._series(column, name, dtype).alias(name))
+    def _kept(self, rows: Rows) -> pl.DataFrame:
+        """The rows as a frame, or as what answers like one and takes less."""
         if give_back := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone, which keeps what is freed
             give_back(0)
-        return frame.with_columns(constants).select(schema.names())
+        return rows.frame() if self._all else cast("pl.DataFrame", rows)
 
     def _series(self, column: Array, name: str, dtype: pl.DataType) -> pl.Series:
         if dtype == pl.Categorical:
@@ -502,7 +488,7 @@ class _Reader:
         return series.set(series == NO_NUMBER, None) if name != "thread" and column.min() == NO_NUMBER else series
 
     def _work(self) -> pl.DataFrame:
-        rows, details = Rows(), list[tuple[int, pl.DataFrame]]()
+        rows, details = Rows(WORK_SCHEMA, self._series), list[tuple[int, pl.DataFrame]]()
         for table, kind in _WORK_TABLES.items():
             if self._has(table, "start", "end"):
                 details += self._read_work(table, kind, rows)
@@ -515,8 +501,7 @@ class _Reader:
                     for height, part in details
                 ]
                 made[name] = pl.concat(parts, rechunk=True)
-        dtypes = {name: dtype for name, dtype in DETAIL_SCHEMA.items() if name in made}
-        return self._frame(rows, pl.Schema({**WORK_SCHEMA, **dtypes}), made)
+        return rows.frame(made)
 
     def _read_work(self, table: str, kind: str, rows: Rows) -> list[tuple[int, pl.DataFrame]]:
         """Add the work of one table. Of names the best column is read alone; the others, too, where it lacks some.
@@ -526,7 +511,7 @@ class _Reader:
         names = [name for name in _NAMES if name in self._tables.columns(table)]
         before, counts = rows.height, copy.deepcopy((self._other, self._damage))
         for some in (names[:1], names):
-            raw, details = Rows(), list[tuple[int, pl.DataFrame]]()
+            raw, details = Rows(pl.Schema(), self._series), list[tuple[int, pl.DataFrame]]()
             for piece, lasts in self._work_pieces(table, some):
                 named = self._names_of_work(piece, kind, some, are_all=some == names)
                 if named is None:
@@ -535,7 +520,7 @@ class _Reader:
                     break
                 get = piece.columns.get
                 rows.add(
-                    piece,
+                    piece.height,
                     {
                         "start_ns": piece.columns["start"],
                         "duration_ns": lasts,
@@ -548,10 +533,10 @@ class _Reader:
                         "graph_node": get("graphNodeId", NO_NUMBER),
                     },
                 )
-                raw.add(piece, {name: column for name, column in piece.columns.items() if name in self._details})
+                raw.add(piece.height, {name: column for name, column in piece.columns.items() if name in self._details})
                 if raw.height >= BATCH_ROWS:
                     details.append(_details_of(raw))
-                    raw = Rows()
+                    raw = Rows(pl.Schema(), self._series)
             else:
                 return [*details, _details_of(raw)]
         raise AssertionError("the second reading has all names")
@@ -597,7 +582,7 @@ class _Reader:
         if self._has(table, "textId"):
             numbers.append("textId")
         texts = ["text"] if self._has(table, "text") else []
-        rows = Rows()
+        rows = Rows(RANGE_SCHEMA, self._series)
         for recorded, lasted in self._timed(table, numbers, texts, RANGES):
             piece, lasts = recorded, lasted
             chosen = np.isin(piece.array("eventType"), [*_PUSH_POP, *_START_END])
@@ -608,7 +593,7 @@ class _Reader:
                 continue
             end, kinds = piece.array("end"), piece.array("eventType")
             rows.add(
-                piece,
+                piece.height,
                 {
                     "start_ns": piece.columns["start"],
                     "duration_ns": np.where(end == NO_NUMBER, NO_NUMBER, lasts) if end.min() == NO_NUMBER else lasts,
@@ -618,7 +603,7 @@ class _Reader:
                     "nested": np.isin(kinds, _PUSH_POP),
                 },
             )
-        return operators_apart(self._frame(rows, RANGE_SCHEMA))
+        return operators_apart(self._kept(rows))
 
     def _names_of_ranges(self, piece: Piece) -> Array:
         empty_name = self._names.empty
@@ -666,7 +651,7 @@ class _Reader:
 
 def _details_of(rows: Rows) -> tuple[int, pl.DataFrame]:
     """How many rows these are, and the columns of DETAIL_SCHEMA that the export says of them."""
-    columns = {name: pl.Series(np.broadcast_to(rows.pop(name), rows.height)) for name in DETAILS if rows.has(name)}
+    columns = {name: pl.Series(np.broadcast_to(rows.numbers(name), rows.height)) for name in DETAILS if rows.has(name)}
     return rows.height, pl.DataFrame(detail_columns(pl.DataFrame(columns)))
 
 

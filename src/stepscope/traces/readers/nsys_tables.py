@@ -71,11 +71,10 @@ class Tables(Protocol):
 
 @dataclass
 class Piece:
-    """Some rows of a table. A column of one value is held as that value. `expected`: rows of the whole table, about."""
+    """Some rows of a table. A column of one value is held as that value."""
 
     height: int
     columns: dict[str, Column]
-    expected: int = 0
 
     def array(self, column: str) -> Array:
         return np.broadcast_to(self.columns[column], self.height)
@@ -83,7 +82,7 @@ class Piece:
     def filter(self, mask: Array) -> "Piece":
         """The rows for which this holds."""
         columns = {name: one if isinstance(one, int) else one[mask] for name, one in self.columns.items()}
-        return Piece(int(mask.sum()), columns, self.expected)
+        return Piece(int(mask.sum()), columns)
 
 
 class Names:
@@ -95,7 +94,7 @@ class Names:
 
     def add(self, names: pl.Series) -> int:
         """The number of the first of these; the others follow it."""
-        self._all = pl.concat([self._all, names.alias("name")])
+        self._all = pl.concat([self._all, names.alias("name")], rechunk=True)  # else each look-up is slower
         return len(self._all) - len(names)
 
     def made(self, ids: Array, name: Callable[[int], str]) -> Array:
@@ -114,7 +113,7 @@ class Names:
 
     def named(self, numbers: Array) -> pl.Series:
         """The names with these numbers."""
-        return self._all.gather(pl.Series(numbers))
+        return self._all[pl.Series(numbers)]
 
 
 def piece_of(frame: pl.DataFrame, names: Names) -> Piece:
@@ -123,53 +122,157 @@ def piece_of(frame: pl.DataFrame, names: Names) -> Piece:
         column.name: names.of(column) if column.dtype == pl.Categorical else column.to_numpy()
         for column in frame.get_columns()
     }
-    return Piece(frame.height, columns, frame.height)
+    return Piece(frame.height, columns)
 
 
-_NARROW = {"name": np.uint32, "kind": np.uint8, "nested": np.bool_}
+_STRETCH = 1 << 20
+"""The most rows that are looked at at once where they are held narrow."""
+_NUMBERED = ("name", "kind")
+"""Columns of numbers that stand for texts."""
+_OFFSETS = (np.uint8, np.uint16, np.uint32)
+_Held = tuple[int, Array | None]
+"""The least number of a column, and how far each lies above it: None where all are the least."""
+
+
+def _narrow(column: Column) -> _Held:
+    """The column in as few bytes as its numbers need."""
+    if isinstance(column, int):
+        return column, None
+    low, high = int(column.min()), int(column.max())
+    if low == high:
+        return low, None
+    dtype = next((dtype for dtype in _OFFSETS if high - low <= np.iinfo(dtype).max), None)
+    if dtype is None:
+        return 0, column.astype(np.int64)
+    offsets = np.empty(len(column), dtype)
+    np.subtract(column, low, out=offsets, casting="unsafe")
+    return low, offsets
 
 
 class Rows:
-    """Columns that grow piece by piece. One of a single value is held as that value."""
+    """Rows that come piece by piece, and take a third of a frame's memory: each piece's columns are held narrow.
 
-    def __init__(self) -> None:
-        self.height = 0
-        self._columns = dict[str, Column]()
+    Once all are there it answers as the frame of these rows: a stretch at a time where a reader asks for some columns,
+    some rows, or slices; else the whole is made.
+    """
 
-    def add(self, piece: Piece, columns: dict[str, Column]) -> None:
-        """Add columns of a piece, the same of each."""
-        height, expected = piece.height, self.height + piece.expected
-        for name, column in columns.items():
-            dtype = _NARROW.get(name, np.int64)
-            held = self._columns.setdefault(name, column if isinstance(column, int) else int(column[0]))
-            if isinstance(held, int):
-                if isinstance(column, int):
-                    one = column == held
-                else:
-                    one = column[0] == held == column[-1] and bool((column == held).all())
-                if one:
-                    continue
-                kept = np.full(self.height, held, dtype)
-                held = self._columns[name] = kept
-            after = self.height + height
-            if len(held) < after:
-                larger = np.empty(max(after, expected + expected // 8, 2 * self.height), dtype)
-                larger[: self.height] = held[: self.height]
-                held = self._columns[name] = larger
-            held[self.height : after] = column
+    def __init__(self, schema: pl.Schema, series: Callable[[Array, str, pl.DataType], pl.Series]) -> None:
+        """`series` makes a column of the schema of numbers that are held."""
+        self.schema, self.columns, self.height = schema, schema.names(), 0
+        self._series = series
+        self._pieces: list[tuple[int, dict[str, _Held]]] = []
+
+    def add(self, height: int, columns: dict[str, Column]) -> None:
+        """Add rows, with the same columns each time."""
+        for first in range(0, height, BATCH_ROWS):
+            last = min(first + BATCH_ROWS, height)
+            some = {name: one if isinstance(one, int) else one[first:last] for name, one in columns.items()}
+            self._pieces.append((last - first, {name: _narrow(one) for name, one in some.items()}))
         self.height += height
 
     def cut(self, height: int) -> None:
-        """Forget all rows after the first so many."""
-        self.height = height
+        """Forget all pieces after the first so many rows."""
+        while self.height > height:
+            self.height -= self._pieces.pop()[0]
 
     def has(self, name: str) -> bool:
-        return name in self._columns
+        return any(name in columns for _, columns in self._pieces[:1])
 
-    def pop(self, name: str) -> Column:
-        """A column, which is not held any more: NO_NUMBER where there is none."""
-        column = self._columns.pop(name, NO_NUMBER)
-        return column if isinstance(column, int) else column[: self.height]
+    def numbers(self, name: str, pieces: list[tuple[int, dict[str, _Held]]] | None = None) -> Column:
+        """A column, of some pieces or all; one value where it has no other. NO_NUMBER where there is none."""
+        held = [(height, *columns.get(name, (NO_NUMBER, None))) for height, columns in pieces or self._pieces]
+        if all(above is None and least == held[0][1] for _, least, above in held):
+            return held[0][1] if held else NO_NUMBER
+        few = name in _NUMBERED
+        column, at = np.empty(sum(height for height, _, _ in held), np.uint32 if few else np.int64), 0
+        for height, least, above in held:
+            part = column[at : at + height]
+            if above is None:
+                part[:] = least
+            else:
+                np.add(above, np.uint32(least) if few else np.int64(least), out=part)
+            at += height
+        return column
+
+    def frame(self, made: dict[str, pl.Series] | None = None) -> pl.DataFrame:
+        """All rows, which are held no more. `made`: columns that are there already."""
+        frame = pl.DataFrame(made or {}) if made else pl.DataFrame(height=self.height)
+        for name in self.schema:
+            if name not in frame.columns:
+                frame = frame.with_columns(self._column(name, self._pieces))
+                for _, columns in self._pieces:
+                    columns.pop(name, None)
+        self._pieces = []
+        return frame.select(*self.columns, *(made or {})) if self.height else pl.DataFrame(schema=self.schema)
+
+    def _column(self, name: str, pieces: list[tuple[int, dict[str, _Held]]]) -> pl.Series | pl.Expr:
+        column, dtype = self.numbers(name, pieces), self.schema[name]
+        if not isinstance(column, int):
+            return self._series(column, name, dtype).alias(name)
+        # Held as one value: of a million rows, each such column saves 8 MB.
+        one = None if column == NO_NUMBER else self._series(np.array([column]), name, dtype).item()
+        return pl.lit(one, dtype).alias(name)
+
+    def _made(self, names: list[str], pieces: list[tuple[int, dict[str, _Held]]]) -> pl.DataFrame:
+        columns = [self._column(name, pieces) for name in names]
+        if all(isinstance(column, pl.Series) for column in columns):
+            return pl.DataFrame(columns)
+        return pl.DataFrame(height=sum(height for height, _ in pieces)).with_columns(columns)
+
+    # What a frame answers.
+
+    def iter_slices(self, n_rows: int = BATCH_ROWS) -> Iterator[pl.DataFrame]:
+        """The rows in frames of about so many."""
+        return (self._made(self.columns, pieces) for pieces in self._stretches(n_rows))
+
+    def _stretches(self, rows: int) -> Iterator[list[tuple[int, dict[str, _Held]]]]:
+        pieces, height = list[tuple[int, dict[str, _Held]]](), 0
+        for piece in self._pieces:
+            if pieces and height + piece[0] > rows:
+                yield pieces
+                pieces, height = [], 0
+            pieces.append(piece)
+            height += piece[0]
+        if pieces:
+            yield pieces
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return self._whole()[key]
+        return self._made([key], self._pieces).to_series() if self.height else self.clear()[key]
+
+    def clear(self) -> pl.DataFrame:
+        return pl.DataFrame(schema=self.schema)
+
+    def select(self, *columns: Any, **more: Any) -> Any:
+        """These columns, which are made when they are asked for in their turn."""
+        named: list[Any] = [*columns[0]] if len(columns) == 1 and isinstance(columns[0], list) else [*columns]
+        if more or not all(isinstance(name, str) for name in named):
+            return self._whole().select(*columns, **more)
+        some = Rows(pl.Schema({name: self.schema[name] for name in named}), self._series)
+        some.height, some._pieces = self.height, self._pieces
+        return some
+
+    def filter(self, *predicates: Any) -> pl.DataFrame:
+        """The rows for which these hold. Of a stretch without such rows, no other columns are made."""
+        if not all(isinstance(one, pl.Expr) for one in predicates):
+            return self._whole().filter(*predicates)
+        holds = pl.all_horizontal(*predicates).alias("holds")
+        asked = holds.meta.root_names()
+        chosen = [self.clear()]
+        for pieces in self._stretches(_STRETCH):
+            mask = self._made(asked, pieces).select(holds).to_series().fill_null(False)
+            if mask.any():
+                chosen.append(self._made(self.columns, pieces).filter(mask))
+        return pl.concat(chosen)
+
+    def _whole(self) -> pl.DataFrame:
+        return self._made(self.columns, self._pieces) if self.height else self.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._whole(), name)
 
 
 class SqliteTables:
@@ -236,7 +339,7 @@ class SqliteTables:
             try:
                 for piece, last in PlainTable(self._path, root, of_numbers, of_texts, names).pieces():
                     named = {self.columns(table)[int(place)]: column for place, column in piece.columns.items()}
-                    yield Piece(piece.height, named, piece.expected)
+                    yield Piece(piece.height, named)
                     after = last
             except NotPlainError:
                 pass
@@ -419,7 +522,6 @@ class PlainTable:
                     piece, rowid = self._decoded(buffer, len(some))
                 except IndexError:  # a place outside of all pages
                     raise NotPlainError from None
-                piece.expected = piece.height * len(leaves) // len(some)
                 yield piece, rowid
 
     def _leaves(self, file: int, pages: int) -> Array:
