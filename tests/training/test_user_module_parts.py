@@ -403,7 +403,14 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 WITH_KINDS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 4},
-    "Gemma2": {"sliding_window": 4, "head_dim": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0},
+    # Some releases of transformers give it SDPA, which leaves the softcap out.
+    "Gemma2": {
+        "sliding_window": 4,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 5.0,
+        "attn_implementation": "eager",
+    },
     "Qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "GptOss": {"sliding_window": 4, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
     "ModernBert": {"local_attention": 4, "num_hidden_layers": 3},
