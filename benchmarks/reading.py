@@ -28,7 +28,7 @@ from rich.table import Table
 from contestants import CONTESTANTS, Contestant, Peers
 from kineto_tiles import tile_kineto
 from nsys_tiles import tile_nsys
-from page import run_with_trace
+from page import all_runs, run_with_trace
 from snapshot_tiles import tile_snapshot
 from stepscope.core.environment import Environment
 from stepscope.core.errors import StepscopeError
@@ -41,7 +41,7 @@ DATA = HERE.parent / "tests" / "data"
 NSYS = DATA / "nsys_train.sqlite.gz"
 KINETO, KINETO_BYTES = DATA / "kineto_train.json.gz", {"lean": 218_000_000, "with shapes": 10_000_000}
 SNAPSHOT, EVENTS = DATA / "snapshot_train.pickle.gz", (1_000_000, 4_580_000)
-KERNELS, KINDS = 50_000, ("nsys", "kineto", "snapshot", "page", "run", "start")
+KERNELS, RUNS, KINDS = 50_000, 100, ("nsys", "kineto", "snapshot", "page", "run", "start")
 PICKLE = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"
 
 RUN_TREE = """import runpy, sys
@@ -158,11 +158,13 @@ def run_races(folder: Path) -> list[Race]:
     return [Race(name=f"run {' '.join(wanted[:4])}", ours=ours, peer_name="torch, AdamW, its steps", peer=loop)]
 
 
-def start_races() -> list[Race]:
-    """Help, beside the interpreter alone."""
+def start_races(folder: Path) -> list[Race]:
+    """Help, and a list of runs that was made once before, beside the interpreter alone."""
+    runs = all_runs(folder, RUNS)
+    helps = [(verb, verb.split()) for verb in ("--help", "run --help", "study --help")]
     return [
-        Race(name=verb, ours=("-m", "stepscope", *verb.split()), peer_name="python", peer=("-c", ""))
-        for verb in ("--help", "run --help", "study --help")
+        Race(name=name, ours=("-m", "stepscope", *verb), peer_name="python", peer=("-c", ""))
+        for name, verb in [*helps, (f"ls, {RUNS} runs", ["ls", str(runs)])]
     ]
 
 
@@ -239,7 +241,7 @@ def measure_all(arguments: argparse.Namespace) -> Report:
             "snapshot": lambda: snapshot_races(folder),
             "page": lambda: page_races(folder),
             "run": lambda: run_races(folder),
-            "start": start_races,
+            "start": lambda: start_races(folder),
         }
         races = [race for kind in arguments.only or kinds for race in kinds[kind]()]
         if arguments.before:
