@@ -215,6 +215,8 @@ class _Cast:
     owners: Sequence[nn.Module]
     _dtypes: list[torch.dtype] = field(init=False, default_factory=list[torch.dtype])
     """The dtype that is given on, of each call that is open."""
+    _last: torch.dtype | None = field(init=False, default=None)
+    """That of the last call: a checkpoint runs a module inside of it again in backward, when none is open."""
 
     def lowering(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of the module: it computes in the lower dtype."""
@@ -223,6 +225,7 @@ class _Cast:
             tensors = [tensor for owner in self.owners for tensor in owner.parameters(recurse=False)]
             wide = _widest((args, kwargs, tensors))
             self._dtypes.append(wide)
+            self._last = wide
             try:
                 with self._lowered_state():
                     output = forward(*_lowered(args, self.low), **_lowered(kwargs, self.low))
@@ -236,9 +239,10 @@ class _Cast:
         """The forward of a module inside: called by this one it computes as given."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self._dtypes:
+            in_backward = torch._C._current_graph_task_id() != -1
+            wide = self._dtypes[-1] if self._dtypes else self._last if in_backward else None
+            if wide is None:
                 return forward(*args, **kwargs)
-            wide = self._dtypes[-1]
             output = forward(*_raised(args, self.low, wide), **_raised(kwargs, self.low, wide))
             return _lowered(output, self.low)
 

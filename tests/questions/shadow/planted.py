@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
 
@@ -27,6 +28,17 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))
+
+
+class Again(nn.Module):
+    """Adds what a module gives to its input; a checkpoint may run that module again in backward."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.inside, self.again = Weigh(), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 3 + (checkpoint(self.inside, x, use_reentrant=False) if self.again else self.inside(x))
 
 
 class Sharp(nn.Module):
@@ -167,3 +179,8 @@ def make_empty(scale: float = 1.0) -> tuple[nn.Module, tuple[Tensor, Tensor], An
         for parameter in model.parameters():
             parameter.mul_(scale)
     return model, (scale * torch.randn(6, 33), torch.zeros(6, 5)), F.mse_loss
+
+
+def make_again(again: bool = False) -> tuple[nn.Module, Tensor, Any]:
+    torch.manual_seed(0)
+    return Again(again), torch.randn(4, WIDTH, requires_grad=True), torch.sum

@@ -71,6 +71,15 @@ def test_a_module_that_is_sensitive_by_construction_is_first(kind: str):
     assert answer.panels[0].points[0].name == "middle"
 
 
+def test_what_a_checkpoint_runs_again_is_as_without():
+    """The module inside computes as given, and its input is raised for it, in backward too."""
+    found = [
+        study_shadow(factory=f"{HERE}:make_again", arguments={"again": again}, device="cpu") for again in (False, True)
+    ]
+    assert rows(found[0]) == rows(found[1]) and rows(found[0])["the model itself"]["verdict"] == "above noise"
+    assert found[0].findings == found[1].findings
+
+
 def test_a_module_that_changes_nothing_is_within_noise():
     answer = asked(first="double")
     last = rows(answer)["first"]
