@@ -233,6 +233,7 @@ def _in_a_block(value: str, number: float) -> tuple[Table, Finding]:
     """What a number becomes in a block of normal ones, and what it does to them."""
     rows: list[tuple[Cell, ...]] = []
     named: dict[str, Figure] = {}
+    clauses: list[str] = []
     fp32 = FORMATS["fp32"]
     for form in BLOCK_FORMATS.values():
         count = form.size or 128
@@ -244,6 +245,7 @@ def _in_a_block(value: str, number: float) -> tuple[Table, Finding]:
         rows.append((form.name, becomes, *lost, *errors))
         if form.name in _QUOTED:
             named[form.name] = lost[0]
+            clauses.append(f"{becomes:g} in {form.name}, where {lost[0]} % of the others vanish ({lost[1]} without it)")
     columns = (
         "format",
         "becomes",
@@ -252,7 +254,7 @@ def _in_a_block(value: str, number: float) -> tuple[Table, Finding]:
         "error of the others, %",
         "error without it, %",
     )
-    does = f"lets {', '.join(f'{lost} % in {name}' for name, lost in named.items())} of the others vanish"
+    does = f"becomes {'; '.join(clauses)}"
     if not math.isfinite(number):
         does = "makes NaN of all others"
     found = note("in-a-block", f"{value.strip()} in a block of normal numbers {does}.", {**named})
