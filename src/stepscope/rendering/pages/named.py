@@ -6,13 +6,10 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.allocations.answer import answer_memory
-from stepscope.allocations.at_moment import moment_at
-from stepscope.allocations.explain import explain
-from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.answer import (
     PROSE,
     SEVERITIES,
@@ -41,8 +38,6 @@ from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, find_place, find_run, find_run_files, load_run, load_runs
 from stepscope.core.units import counted, format_bytes, format_rate, format_seconds, format_share
-from stepscope.questions.compare import SideComparison, SidePair, compare_sides, side_named
-from stepscope.questions.compare_answer import answer_comparison, conclusion, short_names, verdict
 from stepscope.rendering.pages import Figure, Page, Section
 from stepscope.rendering.pages.of_answer import (
     PREDICTION_KEYS,
@@ -76,6 +71,11 @@ from stepscope.traces.captures.digest import TraceDigest, digest_beside, load_ca
 from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.ranks import captures_in, load_job
 from stepscope.traces.ranks_answer import check_job
+
+if TYPE_CHECKING:
+    from stepscope.allocations.at_moment import Moment
+    from stepscope.allocations.explain import Explained
+    from stepscope.questions.compare import SideComparison, SidePair
 
 # The page of several runs: the cells of a sweep, their figures over the axes, and what is missing.
 
@@ -585,6 +585,9 @@ def page_named(names: Sequence[str], runs: Path, say: Say, will_draw: WillDraw |
 
 def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], say: Say) -> Page:
     """The page that compares two sides, named as `stepscope compare` takes them."""
+    from stepscope.questions.compare import compare_sides, side_named  # noqa: PLC0415  (few pages compare)
+    from stepscope.questions.compare_answer import answer_comparison, conclusion  # noqa: PLC0415
+
     if len(names) != 2:
         raise InputError(f"--compare takes two sides, and these are {len(names)}: the first is the base")
     base, other = (side_named(name, runs) for name in names)
@@ -592,7 +595,7 @@ def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], 
         say(f"left out: {fault}")
     comparison = compare_sides(base, other, across, "step")
 
-    def digests(pair: SidePair) -> tuple[TraceDigest | None, TraceDigest | None]:
+    def digests(pair: "SidePair") -> tuple[TraceDigest | None, TraceDigest | None]:
         before, after = pair.before.representative, pair.after.representative
         return (
             digest_beside(before, pair.before_side.directory(before), "kineto", say=say),
@@ -611,8 +614,10 @@ def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], 
     )
 
 
-def _figures_of_comparison(comparison: SideComparison, answer: Answer) -> tuple[Figure, ...]:
+def _figures_of_comparison(comparison: "SideComparison", answer: Answer) -> tuple[Figure, ...]:
     """The change with its interval and its processes; of several pairs the largest change."""
+    from stepscope.questions.compare_answer import short_names, verdict  # noqa: PLC0415
+
     changes = [(change, place) for place, change in enumerate(comparison.changes) if change is not None]
     if not changes:
         return (gravest(answer.findings),)
@@ -697,10 +702,20 @@ _OTHERS: tuple[tuple[frozenset[str], str, str], ...] = (
 """What other verbs write by --json, by keys that it has: its name, and what to do instead."""
 
 
-def _of_snapshot(place: Path) -> Page:
+def _remembered(place: Path) -> tuple["Explained", "Moment", Answer]:
+    """A memory snapshot, explained; its peak; and the answer on both."""
+    from stepscope.allocations.answer import answer_memory  # noqa: PLC0415  (NumPy takes a while)
+    from stepscope.allocations.at_moment import moment_at  # noqa: PLC0415
+    from stepscope.allocations.explain import explain  # noqa: PLC0415
+    from stepscope.allocations.snapshot import read_snapshot  # noqa: PLC0415
+
     explained = explain(read_snapshot(place))
     moment = moment_at(explained, None)
-    answer = answer_memory(explained, moment)
+    return explained, moment, answer_memory(explained, moment)
+
+
+def _of_snapshot(place: Path) -> Page:
+    explained, moment, answer = _remembered(place)
     largest = next(iter(sorted(moment.categories.items(), key=lambda one: -one[1])), None)
     figures = (
         Figure(name="peak", value=format_bytes(explained.peak_bytes), note="allocated"),
@@ -769,8 +784,7 @@ def _of_run(run: Run, directory: Path, say: Say, will_draw: WillDraw | None) -> 
         notes.append(f"Its trace is not shown: {error}")
     if "memory" in run.artifacts:
         try:
-            explained = explain(read_snapshot(directory))
-            remembered = answer_memory(explained, moment_at(explained, None))
+            _, _, remembered = _remembered(directory)
         except StepscopeError as error:
             notes.append(f"Its memory snapshot is not shown: {error}")
     return page_of_run(run, captured=captured, digest=digest, remembered=remembered, notes=tuple(notes))
