@@ -25,9 +25,19 @@ FIELDS = {
 SITES = [{"name": f"f{i}", "filename": f"/home/me/{i % 3}.py", "line": i} for i in range(12)]
 
 
-def in_columns(path: Path) -> Any:
-    """What the process apart makes of a pickle, made here."""
-    return plain_pickle._load(path, None, lambda stream: plain_pickle._ColumnsUnpickler(stream).content())
+def in_columns(path: Path, block_bytes: int = 1 << 22, cut: list[int] | None = None) -> Any:
+    """What the process apart makes of a pickle, made here with blocks of so many bytes. `cut` gets how many events were
+    regular."""
+
+    def content(stream: Any) -> Any:
+        unpickler = plain_pickle._ColumnsUnpickler(stream)
+        made = unpickler.content()
+        (cut if cut is not None else []).append(unpickler._cutter.count)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_pickle, "_CUT_FROM_BYTES", block_bytes)
+        return plain_pickle._load(path, None, content)
 
 
 def told(trace: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -52,9 +62,10 @@ def found(events: Any) -> list[dict[str, Any]]:
     protocol=st.integers(0, 5),
     numbers=st.tuples(st.integers(0, 7), st.integers(0, 3), st.integers(0, 12)),
     unwritten=st.sets(st.sampled_from(["time_us", "user_metadata", "frames"])),
+    block_bytes=st.sampled_from([100, 600, 1 << 22]),
 )
 def test_generated_snapshots_against_a_plain_reader(  # noqa: PLR0917 - what is generated
-    tmp_path: Path, setting: Any, steps: list[Any], protocol: int, numbers: Any, unwritten: set[str]
+    tmp_path: Path, setting: Any, steps: list[Any], protocol: int, numbers: Any, unwritten: set[str], block_bytes: int
 ):
     """Allocators of every setting; versions of every kind of field; some devices without a history, some with."""
     device, more, depth = numbers
@@ -77,7 +88,7 @@ def test_generated_snapshots_against_a_plain_reader(  # noqa: PLR0917 - what is 
     ]
     path = tmp_path / "s.pickle"
     path.write_bytes(pickle.dumps(content, protocol=protocol))
-    read = in_columns(path)
+    read = in_columns(path, block_bytes)
     plain: Any = pickle.loads(path.read_bytes())
     assert read["segments"] == plain["segments"] and all(isinstance(each, Columns) for each in read["device_traces"])
     snapshot, plainly = (snapshot_from(each, "s", device=device) for each in (read, plain))
@@ -93,7 +104,11 @@ def test_real_snapshots_come_as_columns_through_the_process_apart(name: str):
     content: Any = read_with_columns(path)
     assert all(isinstance(trace, Columns) for trace in content["device_traces"])
     plain: Any = read_plain_pickle(path)
-    assert [found(snapshot_from(content, "s").events)] == [told(trace) for trace in plain["device_traces"] if trace]
+    events = [told(trace) for trace in plain["device_traces"] if trace]
+    assert [found(snapshot_from(content, "s").events)] == events
+    cut: list[int] = []
+    assert [found(snapshot_from(in_columns(path, 50_000, cut), "s").events)] == events
+    assert cut[0] > 0.95 * len(events[0])
 
 
 def handmade(**changes: Any) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from typing import Literal, cast, get_args
 import msgspec
 import polars as pl
 
-from stepscope.allocations.plain_pickle import without_collector
 from stepscope.allocations.replay import BEFORE, NEVER, Allocations, Replay, replay
 from stepscope.allocations.snapshot import AUTOGRAD, NO_STACK, ORDINARY, Annotation, Sign, Snapshot, Stacks
+from stepscope.core.environment import without_collector
 from stepscope.core.evidence import CATEGORIES, MemoryCategory, MemoryNotes, PhaseMemory, PhaseSpan, TensorNote
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import ATTENTION_PARTS, BACKWARD, FORWARD, OPTIMIZER, PHASES, RECOMPUTATION

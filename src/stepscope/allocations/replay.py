@@ -79,8 +79,10 @@ class Allocations(Sequence[Allocation]):
             return [self[i] for i in range(len(self))[at]]
         figures = {name: int(column[at]) for name, column in self.columns.items()}
         ends = {name: None if figures[name] == NEVER else figures[name] for name in ("free", "completed")}
-        pool: PoolId = self.pools[at] if self.pools else ORDINARY
-        return Allocation(**{**figures, **ends}, pool=pool, open_ended=at % len(self) in self.open_ended)  # type: ignore[arg-type]
+        pools: list[PoolId] = self.pools or [ORDINARY]
+        return Allocation(
+            **{**figures, **ends}, pool=pools[at if self.pools else 0], open_ended=at % len(self) in self.open_ended
+        )  # type: ignore[arg-type]
 
     def live_at_end(self) -> dict[int, int]:
         """The block of each that nothing frees, by its address."""

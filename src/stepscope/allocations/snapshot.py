@@ -19,7 +19,8 @@ from typing import Annotated, Any, TypeVar, cast
 import msgspec
 import numpy as np
 
-from stepscope.allocations.plain_pickle import Columns, StackPlaces, read_with_columns, without_collector
+from stepscope.allocations.plain_pickle import Columns, StackPlaces, read_with_columns
+from stepscope.core.environment import without_collector
 from stepscope.core.errors import InputError, one_line, printable
 from stepscope.core.evidence import NOTES_KEY, NOTES_VERSION, SEGMENTS_BEFORE_KEY, MemoryNotes
 from stepscope.core.run_directory import MEMORY_FILE, RUN_FILE

@@ -1,8 +1,11 @@
 """Where a process runs: machine and software with their state, and its place among the ranks of a job."""
 
+import contextlib
+import gc
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -152,6 +155,52 @@ def give_pages_back() -> None:
     Its allocator reads this when polars is loaded, so it has to be said before.
     """
     os.environ.setdefault("_RJEM_MALLOC_CONF", "narenas:1,oversize_threshold:0,dirty_decay_ms:500,muzzy_decay_ms:0")
+
+
+# How much memory this process has and may have, and how Python manages it.
+
+
+_STATM = Path("/proc/self/statm")
+
+
+def memory_held() -> int:
+    """Bytes of memory that this process has now; 0 where the system does not say."""
+    try:
+        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+@contextlib.contextmanager
+def bounded_memory(growth: int) -> Generator[None]:
+    """Inside, this process may grow by so many bytes, where the system can say so: a few bytes of a hostile pickle
+    can ask for a table of 64 GiB."""
+    try:
+        import resource  # noqa: PLC0415 - not on every system
+
+        held = int(_STATM.read_text().split()[0]) * resource.getpagesize()
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    except (ImportError, OSError):
+        yield
+        return
+    limits = [limit for limit in (soft, hard, held + growth) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@contextlib.contextmanager
+def without_collector() -> Generator[None]:
+    """A million new containers would have the collector search them again and again: half of the time of reading."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 # The place of this process among those that share a step.
