@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from stepscope.core.attention_support import predicted_attention
 from stepscope.core.errors import InputError
+from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.parts import ATTENTIONS, Attention
 from stepscope.core.workloads import Dtype
 from stepscope.recording import ranges
@@ -247,6 +248,33 @@ def test_a_softcap_that_is_nothing_leaves_all_keys_alike():
         torch.nn.init.zeros_(block.get_parameter("attention.query.weight"))
     tokens = torch.randint(100, (2, 16))
     torch.testing.assert_close(capped(tokens), zero(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_sinks_take_weight_train_and_are_counted():
+    """A sink far below all scores is none; one far above takes all the weight, so that attention adds nothing."""
+    model, plain = (build_model(mini(attention="reference", sinks=given), "cpu") for given in (True, False))
+    assert sum(p.numel() for p in model.parameters()) == parameter_count(mini(sinks=True).model)
+    tokens = torch.randint(100, (2, 16))
+    model(tokens).square().mean().backward()
+    sinks = [model.get_parameter(f"blocks.{i}.attention.sinks") for i in range(len(model.blocks))]
+    assert all(not sink.any() and sink.grad is not None and sink.grad.all() for sink in sinks)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    for level, weight in ((-1e4, 1.0), (1e4, 0.0)):
+        for i, sink in enumerate(sinks):
+            torch.nn.init.constant_(sink, level)
+            plain.get_parameter(f"blocks.{i}.attention.output.weight").data.mul_(weight)
+        torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_sinks_are_refused_where_nothing_computes_them():
+    with pytest.raises(InputError, match=r"attention sdpa takes no softcap, sinks, .*: choose one of reference"):
+        build_model(mini(attention="sdpa", sinks=True), "cpu")
+    with pytest.raises(InputError, match="parallel context computes attention without sinks: leave out --sinks"):
+        mini(sinks=True, seq_len=16, parallel="context", ranks=2)
+    with pytest.raises(InputError, match="parallel tensor splits heads, and not their sinks: leave out --sinks"):
+        mini(sinks=True, parallel="tensor", ranks=2)
+    with pytest.raises(InputError, match="attention reference and sinks is not predicted: choose one of flash"):
+        predicted_attention(mini(attention="reference", sinks=True), "cuda")
 
 
 def test_a_softcap_is_refused_where_nothing_computes_it():

@@ -72,7 +72,7 @@ def _call(workload: TextbookWorkload, device_type: str) -> parts.AttentionCall:
     return parts.AttentionCall(
         device_type=device_type, dtype=PRECISIONS[workload.dtype].tensors, head_dim=workload.model.head_dim,
         queries=workload.seq_len, keys=workload.seq_len, heads=workload.model.heads, key_heads=workload.model.key_heads,
-        window=workload.model.window, scoring=workload.model.softcap is not None, backward=workload.phase != "forward",
+        window=workload.model.window, scoring=_of_scores(workload) is not None, backward=workload.phase != "forward",
     )  # fmt: skip
 
 
@@ -94,8 +94,8 @@ def predicted_attention(workload: TextbookWorkload, device_type: str) -> parts.A
         if name in predicted:
             return name
         step = "a step" if as_eager(workload) else "a compiled step"
-        model = workload.model
-        with_ = " and a softcap" if model.softcap is not None else "" if model.window is None else " and a window"
+        with_ = _of_scores(workload) or (workload.model.window and "a window")
+        with_ = f" and {with_}" if with_ else ""
         said = f"the memory of {step} with attention {name}{with_} is not predicted"
     raise InputError(f"{said}: choose one of {', '.join(predicted)}")
 
@@ -143,8 +143,8 @@ def unpredicted(workload: TextbookWorkload) -> str | None:
 def _predicted(workload: TextbookWorkload) -> list[parts.Attention]:
     steps = ("always", "eager") if as_eager(workload) else ("always",)
     # With a window the kernels in Triton make no mask; those written out make one, as long as no compiler does. Others
-    # run another kernel. With a softcap, of which no peak is known beside these kernels, they are the only ones.
-    plain, eager = _is_plain(workload), as_eager(workload) and workload.model.softcap is None
+    # run another kernel. With a softcap or sinks, whose peaks are known of these kernels alone, they are the only ones.
+    plain, eager = _is_plain(workload), as_eager(workload) and _of_scores(workload) is None
     return [
         name
         for name, record in parts.ATTENTIONS.items()
@@ -153,4 +153,9 @@ def _predicted(workload: TextbookWorkload) -> list[parts.Attention]:
 
 
 def _is_plain(workload: TextbookWorkload) -> bool:
-    return workload.model.window is None and workload.model.softcap is None
+    return workload.model.window is None and _of_scores(workload) is None
+
+
+def _of_scores(workload: TextbookWorkload) -> str | None:
+    """What the model does to scores, in words; None where it does nothing."""
+    return "a softcap" if workload.model.softcap is not None else "sinks" if workload.model.sinks else None

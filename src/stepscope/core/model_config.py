@@ -50,6 +50,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     softcap: float | None = None
     """The most that a score is, above or below zero: scores s are softcap tanh(s / softcap) (Gemma 2,
     arXiv:2408.00118); None: as they are."""
+    sinks: bool = False
+    """Whether each head has a trained score that takes weight and has no value (Xiao 2023, arXiv:2309.17453), in fp32,
+    zero at first."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"[\w.+-]{1,100}", self.name):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -85,8 +88,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise InputError(f"softcap is {softcap!r}: it must be a number above zero")
             msgspec.structs.force_setattr(self, "softcap", float(softcap))
-        if not isinstance(self.tied, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError(f"tied is {self.tied!r}: it must be true or false")
+        for field in ("tied", "sinks"):
+            if not isinstance(getattr(self, field), bool):
+                raise InputError(f"{field} is {getattr(self, field)!r}: it must be true or false")
 
     @property
     def head_dim(self) -> int:
@@ -133,6 +137,9 @@ class ModelOptions(TypedDict, total=False):
         int | None, Option("Keys that a query sees, its own and those before it: a sliding window.", MODEL, takes=int)
     ]
     softcap: Annotated[float | None, Option("The most that tanh lets a score of attention be.", MODEL, takes=float)]
+    sinks: Annotated[
+        bool | None, Option("Give each head a trained score that takes weight and has no value.", MODEL, takes=bool)
+    ]
 
 
 _STATED = get_type_hints(ModelOptions, include_extras=True)

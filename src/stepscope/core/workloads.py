@@ -44,6 +44,7 @@ from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.strategies import (
     BATCH,
     NOT_PARALLEL,
+    PRODUCTS,
     SEQUENCE,
     STRATEGIES,
     StrategyRecord,
@@ -487,12 +488,12 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"batch_size {self.batch_size}{of_rank} cannot be split into {self.accumulation} equal micro-batches: "
                 f"choose accumulation {near}"
             )
-        if strategy.splits == SEQUENCE:
-            for field in ("window", "softcap"):
-                if getattr(self.model, field) is not None:
-                    raise InputError(
-                        f"parallel {self.parallel} computes attention without a {field}: leave out --{field}"
-                    )
+        for field in ("window", "softcap", "sinks") if strategy.splits == SEQUENCE else ():
+            if getattr(self.model, field):
+                without = field if field == "sinks" else f"a {field}"
+                raise InputError(f"parallel {self.parallel} computes attention without {without}: leave out --{field}")
+        if self.model.sinks and (strategy.splits == PRODUCTS or strategy.near > 1):
+            raise InputError(f"parallel {self.parallel} splits heads, and not their sinks: leave out --sinks")
         if strategy.attentions and self.attention not in strategy.attentions:
             raise InputError(
                 f"--parallel {self.parallel} does not spread attention {self.attention}: choose --attention "

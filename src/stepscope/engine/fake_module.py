@@ -93,8 +93,9 @@ class WatchedStep:
 
 def watch_fake_step(workload: TextbookWorkload, *, workspace_bytes: int = WORKSPACE_BYTES) -> WatchedStep:
     """Make and run the step on fake tensors. Raises InputError for what cannot be run so: compiled steps."""
-    if workload.compile != "eager" or workload.graph == "step":
-        what = f"compile {workload.compile}" if workload.compile != "eager" else "graph step"
+    compiled, model, tokens = workload.compile != "eager", workload.model, workload.tokens
+    if compiled or model.sinks or workload.graph == "step":
+        what = f"compile {workload.compile}" if compiled else "sinks" if model.sinks else "graph step"
         raise InputError(f"{what} cannot be run on fake tensors: leave it out, or use the formulas")
     other = next(((part, name) for part, name in workload.parts.items() if name != REFERENCE), None)
     if other is not None:
@@ -102,7 +103,6 @@ def watch_fake_step(workload: TextbookWorkload, *, workspace_bytes: int = WORKSP
             f"{other[0]} {other[1]} cannot be run on fake tensors, which see nothing of what its kernels make: "
             f"choose --{other[0]} {REFERENCE}, or use the formulas"
         )
-    model, tokens = workload.model, workload.tokens
     if tokens * max(model.heads * workload.seq_len, model.vocabulary, model.d_ff) > LARGEST_TENSOR:
         raise InputError(
             "a tensor of this step would be beyond PyTorch's 64-bit sizes: lower the batch or the sequence"

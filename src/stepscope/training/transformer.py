@@ -107,9 +107,10 @@ class CausalSelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.window = config.window
         self.rotary = rotary
-        # Only attentions that have a softcap take the argument.
+        # Only attentions that have a softcap or sinks take the argument.
         of_scores: dict[str, Any] = {} if config.softcap is None else {"softcap": config.softcap}
         self.attention: AttentionFunction = partial(attention, **of_scores) if of_scores else attention
+        self.sinks = nn.Parameter(torch.empty(config.heads, device=device)) if config.sinks else None
         self.fused_rotary, self.joint = parts.rope, parts.projections
         self.query = nn.Linear(config.d_model, config.d_model, bias=False, device=device)
         self.key = nn.Linear(config.d_model, config.key_width, bias=False, device=device)
@@ -129,7 +130,8 @@ class CausalSelfAttention(nn.Module):
         else:
             q_BHSD, k_BHSD = self._rotated(self._split_heads(self.query(x_BSM)), self._split_heads(self.key(x_BSM)))
             v_BHSD = self._split_heads(self.value(x_BSM))
-        out_BHSD = self.attention(q_BHSD, k_BHSD, v_BHSD, causal=True, window=self.window)
+        sinks: dict[str, Any] = {} if self.sinks is None else {"sinks": self.sinks.float()}
+        out_BHSD = self.attention(q_BHSD, k_BHSD, v_BHSD, causal=True, window=self.window, **sinks)
         return self.output(out_BHSD.transpose(1, 2).flatten(-2))
 
     def _rotated(self, q_BHSD: Tensor, k_BHSD: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,5 +260,7 @@ class Transformer(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=1.0, a=-3.0, b=3.0)
             elif isinstance(module, RMSNorm):
                 nn.init.ones_(module.weight)
+            elif isinstance(module, CausalSelfAttention) and module.sinks is not None:
+                nn.init.zeros_(module.sinks)
             elif isinstance(module, RotaryEmbedding):
                 module.initialise()

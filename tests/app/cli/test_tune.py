@@ -79,10 +79,10 @@ def test_it_goes_on_where_it_stopped_and_confirms(tmp_path: Path):
 
 
 def without_windows(value: Any) -> Any:
-    """As runs were stored before a model had a window or a softcap."""
+    """As runs were stored before a model had a window, a softcap or sinks."""
     if isinstance(value, dict):
         named = cast("dict[str, Any]", value)
-        newer = (("window", None), ("softcap", None))
+        newer = (("window", None), ("softcap", None), ("sinks", False))
         return {key: without_windows(one) for key, one in named.items() if (key, one) not in newer}
     return [*map(without_windows, cast("list[Any]", value))] if isinstance(value, list) else value
 

@@ -466,7 +466,7 @@ def _levers(workload: Workload) -> Iterator[Lever]:
     """The levers that this workload has left, those that cost nothing first. Groups of
     checkpointed blocks are not among them (`_groups`): of those the search takes the best."""
     if workload.attention is not None and scores_of(workload.attention) == "whole":
-        ours = workload.sizes and (workload.sizes.window or workload.sizes.softcap)  # sdpa masks, or refuses
+        ours = (model := workload.sizes) and (model.window or model.softcap or model.sinks)  # sdpa masks, or refuses
         yield (setting("fused attention", "--attention", "flash" if ours else "sdpa"),)
     if workload.optimizer in ("adamw-foreach", "adamw-loop"):
         yield (setting("fused AdamW", "--optimizer", "adamw-fused"),)

@@ -312,12 +312,12 @@ class RankModel(SymbolicModel):
             return tape.op("ScaledMm", elements, size, [kernel, cast], also_saves=kept, backward=backward)
         return tape.op("Mm", elements, size, [kernel, cast], saves=saves, backward=backward)
 
-    def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor, sinks: Parameter | None = None) -> Tensor:
         if self.context == 1:
-            return super()._fused(tape, q, k, v)
+            return super()._fused(tape, q, k, v, sinks)
         whole = (k.elements + v.elements) * k.itemsize * self.context
         _gathered = tape.storage(whole)
-        out = super()._fused(tape, q, k, v)
+        out = super()._fused(tape, q, k, v, sinks)
         node = out.node
         if isinstance(node, Node):
             inner = node.backward

@@ -449,7 +449,7 @@ class SymbolicModel:
         elif self.attention.memory == "math" or self.no_kernel_fits:
             out = self._sdpa_math(tape, q, k, v)
         else:
-            out = self._fused(tape, q, k, v)
+            out = self._fused(tape, q, k, v, block.get("attention.sinks"))
         # Attention made of products stores heads before positions. The output projection needs a copy.
         together = out
         if not self.fused and self.workload.model.heads > 1:
@@ -588,12 +588,12 @@ class SymbolicModel:
         out = self._product(tape, v.elements, weights, self._laid_out(tape, v))
         return tape.cast(out, size)
 
-    def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor, sinks: Parameter | None = None) -> Tensor:
         """One operator that keeps its inputs, its output and the logsumexp of each row."""
         if self.attention.repeats_keys:
             k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
         n, size = q.elements, q.itemsize
-        of_keys = k.elements
+        of_keys, of_sinks = k.elements, [] if sinks is None else [sinks.elements * 4]
         for_all_heads = 2 * n * size if self.sums_shared_keys and of_keys < n else 0
         head_dim = n // self.rows
         # In fp32 the kernels for Hopper split operands of these head dimensions into three parts of bf16, in rows
@@ -602,27 +602,27 @@ class SymbolicModel:
         parts = n // head_dim * 128 * 3 * 2 if split else 0
 
         def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
-            for_q, for_k, for_v = (tape.storage(elements * size) for elements in (n, of_keys, of_keys))
+            gradients = [tape.storage(each) for each in (n * size, of_keys * size, of_keys * size, *of_sinks)]
             if self.attention.memory == "hopper":
-                # The logsumexp and D of each row. The kernels pad each head's rows to a multiple of the tile, 128 at
-                # most. The padding is not counted; it is zero for sequences of a multiple of 128.
-                _statistics = tape.storage(self.rows * 2 * 4)
+                # The logsumexp and D of each row, with sinks their weights and those times D. The kernels pad a head's
+                # rows to a multiple of the tile, 128 at most, which is not counted: zero for multiples of 128.
+                _statistics = [tape.storage(self.rows * 2 * 4) for _ in (1, *of_sinks)]
                 # In 16 bits the kernels for Hopper (kernels/hopper/launch.py) sum dQ of long sequences in fp32 in
                 # memory. Kernels for other GPUs sum in registers and need less, unless tuning chose `fused`.
                 fp32_sums = size == 2 and head_dim in range(64, 129, 8) and self.workload.seq_len > _HOPPER_SHORT
                 _accumulated = tape.storage(n * 4 if fp32_sums else 0)
                 _of_operands_and_gradient = tape.storage(4 * parts)
-                return for_q, for_k, for_v
+                return gradients
             _delta = tape.storage(self.rows * 4)
             # Gradients of the queries are summed in fp32 over blocks of keys.
             _accumulated = tape.storage(n * 4 if size != 4 else 0)
             _of_all_heads = tape.storage(for_all_heads)
-            return for_q, for_k, for_v
+            return gradients
 
         _of_operands = tape.storage(3 * parts)
         return tape.op(
-            "Attention", n, size, [q, k, v], saves=[q, k, v], saves_output=True, beside=self.rows * 4,
-            backward=backward,
+            "Attention", n, size, [q, k, v, *([sinks] if sinks else ())], saves=[q, k, v], saves_output=True,
+            beside=self.rows * 4, backward=backward,
         )  # fmt: skip
 
     def _feed_forward(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:

@@ -16,7 +16,7 @@ from stepscope.core.formulas.transformer import Shapes, block_shapes, count_of, 
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import ModelConfig, whole_number
 
-_COLUMNS = ("attention.query.weight", "feed_forward.gate.weight", "feed_forward.up.weight")
+_COLUMNS = ("attention.sinks", "attention.query.weight", "feed_forward.gate.weight", "feed_forward.up.weight")
 _ROWS = ("attention.output.weight", "feed_forward.down.weight")
 _KEYS = ("attention.key.weight", "attention.value.weight")
 
@@ -32,7 +32,7 @@ def local_shapes(config: ModelConfig, tensor: int) -> Shapes:
     shapes: Shapes = {}
     for name, shape in block_shapes(config).items():
         if name in _COLUMNS:
-            shapes[name] = (shape[0] // tensor, shape[1])
+            shapes[name] = (shape[0] // tensor, *shape[1:])
         elif name in _KEYS:
             shapes[name] = (local_keys(config, tensor), shape[1])
         elif name in _ROWS:

@@ -3,7 +3,7 @@
 With d = d_model, f = d_ff, L = layers, V = vocabulary, B = batch_size, S = seq_len, and heads that share no keys:
 
 parameters   those of `block_shapes` and `shapes_outside_blocks`:
-             2 V d  (embedding, untied head)  +  L (4 d^2 + 3 d f + 2 d)  +  d (final norm)
+             2 V d  (embedding, untied head)  +  L (4 d^2 + 3 d f + 2 d)  +  d (final norm); with sinks L heads more
 
 forward      products of activations with weights, 2 FLOPs a weight and token (Kaplan et al. 2020, table 1):
              2 B S (L (4 d^2 + 3 d f) + d V)
@@ -35,8 +35,10 @@ Shapes = dict[str, tuple[int, ...]]
 def block_shapes(config: ModelConfig) -> Shapes:
     """Shapes of one block's parameters by their names inside it, in the order in which the model has them."""
     d, f, k = config.d_model, config.d_ff, config.key_width
+    sinks: Shapes = {"attention.sinks": (config.heads,)} if config.sinks else {}
     return {
         "attention_norm.weight": (d,),
+        **sinks,
         "attention.query.weight": (d, d),
         "attention.key.weight": (k, d),
         "attention.value.weight": (k, d),
