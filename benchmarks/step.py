@@ -36,6 +36,7 @@ _MASTERS = {"dtype": "bf16-master", "optimizer": "adamw-one-launch", "attention"
 _TODAY = {"dtype": "bf16", "optimizer": "adamw-fused", "attention": "auto"}
 _FUSED = dict.fromkeys(("norm", "rope", "mlp", "loss"), "fused")
 _JOINT = {"projections": "joint"}
+_EIGHT = {"optimizer": "adamw-8bit"}
 RIVAL = "hugging-face"
 WAYS: dict[str, dict[str, str]] = {
     "today": {**_TODAY, "compile": "default"},
@@ -48,6 +49,7 @@ WAYS: dict[str, dict[str, str]] = {
     "under-backward": {**_MASTERS, "optimizer": "adamw-under-backward", "compile": "blocks", "graph": "step"},
     "all": {**_MASTERS, **_FUSED, "optimizer": "adamw-under-backward", "compile": "blocks", "graph": "step"},
     "joint": {**_MASTERS, **_FUSED, **_JOINT, "compile": "blocks", "graph": "step"},
+    "joint-8bit": {**_MASTERS, **_FUSED, **_JOINT, **_EIGHT, "compile": "blocks", "graph": "step"},
     "joint-default": {**_MASTERS, **_JOINT, "compile": "default", "graph": "step"},
     "joint-fused-default": {**_MASTERS, **_FUSED, **_JOINT, "compile": "default", "graph": "step"},
     "graph-default": {**_MASTERS, "compile": "default", "graph": "step"},

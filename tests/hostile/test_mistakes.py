@@ -816,8 +816,9 @@ def test_27_another_implementation_of_the_optimizer_ran(monkeypatch: pytest.Monk
         lambda trained, _, *rest, **options: make(trained, mini(optimizer=ran), *rest, **options),
     )
     run = observed(TrainingStep(mini(optimizer=asked), CPU))
-    # Without streams, the optimizer under backward updates after it, as the one that it is made of.
-    same = asked == ran or {asked, ran} == set(OF_ONE_LAUNCH)
+    # Without streams, the optimizer under backward updates after it, as the one that it is made of; and moments of 8
+    # bits are updated by the same operators.
+    same = asked == ran or {asked, ran} <= set(OF_ONE_LAUNCH)
     ran = OF_ONE_LAUNCH[0] if ran in OF_ONE_LAUNCH else ran
     assert kinds(run) == ({} if same else {"optimizer-mismatch": "error"})
     assert same or f"Optimizer {asked} was asked for, but {ran} ran" in check_run(run)[0].sentence

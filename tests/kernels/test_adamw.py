@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.transformer import MOST_NUMBERS, moment_blocks
-from stepscope.training.one_launch import AdamWOneLaunch, AdamWUnderBackward, moments_beside
+from stepscope.kernels.adamw import BLOCK, most_of_quotient
+from stepscope.training.one_launch import AdamW8Bit, AdamWOneLaunch, AdamWUnderBackward, moments_beside
 
 pytestmark = pytest.mark.slow
 
@@ -124,21 +125,108 @@ def test_what_has_no_gradient_stays():
     assert not torch.equal(ours[0], before)
 
 
+@pytest.mark.parametrize("kind", [AdamWOneLaunch, AdamW8Bit])
 @pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.float32)], ids=len)
-def test_a_state_that_is_saved_goes_on_as_if_it_had_not_been(dtypes: Sequence[torch.dtype]):
+def test_a_state_that_is_saved_goes_on_as_if_it_had_not_been(dtypes: Sequence[torch.dtype], kind: type[AdamWOneLaunch]):
     ours = parameters(dtypes)
-    optimizer = AdamWOneLaunch(ours, **OPTIONS)
+    optimizer = kind(ours, **OPTIONS)
     stepped(optimizer, ours, 0, 1)
     twins = copy.deepcopy(ours)
-    resumed = AdamWOneLaunch(twins, **OPTIONS)
+    resumed = kind(twins, **OPTIONS)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     stepped(optimizer, ours, 2)
     stepped(resumed, twins, 2)
     for parameter, twin in zip(ours, twins, strict=True):
         assert torch.equal(parameter, twin)
-        for name in ("exp_avg", "exp_avg_sq", "master", "step"):
-            if name in optimizer.state[parameter]:
-                assert torch.equal(optimizer.state[parameter][name], resumed.state[twin][name])
+        for name, kept in optimizer.state[parameter].items():
+            assert torch.equal(kept, resumed.state[twin][name]) and kept.dtype == resumed.state[twin][name].dtype
+    other = AdamW8Bit if kind is AdamWOneLaunch else AdamWOneLaunch
+    with pytest.raises(InputError, match="load it into the optimizer that saved it"):
+        other(twins, **OPTIONS).load_state_dict(optimizer.state_dict())
+
+
+def in_numbers(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """What 8 bits stand for, by arithmetic that shares nothing with the kernel: 1.mantissa times a power of two, less
+    what code 0 is."""
+    largest, code = (127, codes.long() & 127) if signed else (255, codes.long())
+    eighths = 8 * 127 - largest + code
+    value = (1 + eighths % 8 / 8) * 2.0 ** (eighths // 8 - 127).double()
+    value = value - value.new_tensor(1.125 * 2.0 ** (-16 if signed else -32))
+    value = torch.where(codes > 127, -value, value) if signed else value
+    return value * scales.repeat_interleave(BLOCK.value)[: len(codes)]
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[Tensor, Tensor]:
+    state = optimizer.state[parameter]
+    return (
+        in_numbers(state["exp_avg"], state["exp_avg_scale"], signed=True),
+        in_numbers(state["exp_avg_sq"], state["exp_avg_sq_scale"], signed=False),
+    )
+
+
+def test_moments_of_8_bits_are_a_code_beside_the_number_and_right_in_the_mean():
+    """Of gradients over 2^16, with both signs, zeros and a last block that is not full: each moment is off by less than
+    the distance of two codes, 1/8; over many equal numbers, and over steps that move v by a thousandth, by nothing."""
+    size = 5 * BLOCK.value + 37
+    sizes = torch.logspace(0, -13, size, base=2.0, device=DEVICE)
+    gradient = sizes * torch.tensor([1.0, -1.0, 1.0], device=DEVICE).repeat(size)[:size]
+    gradient[::17] = 0.0
+    weight = nn.Parameter(torch.zeros(size, device=DEVICE))
+    optimizer = AdamW8Bit([weight], **OPTIONS)
+    weight.grad = gradient
+    optimizer.step()
+    average, square = moments_of(optimizer, weight)
+    torch.testing.assert_close(average, 0.1 * gradient.double(), rtol=0.126, atol=0.1 * 2.0**-18)
+    torch.testing.assert_close(square, 0.001 * gradient.double() ** 2, rtol=0.126, atol=0.001 * 2.0**-34)
+    assert square.min() > 0
+    equal = nn.Parameter(torch.zeros(16 * BLOCK.value, device=DEVICE))
+    optimizer = AdamW8Bit([equal], **OPTIONS)
+    for step in range(25):
+        equal.grad = torch.full_like(equal, 0.3 if step == 0 else 0.28)
+        equal.grad[:: BLOCK.value] = 1.0  # the largest of each block, so that the others are no largest
+        optimizer.step()
+    exact = [sum(rest * beta ** (24 - i) * g for i, g in enumerate(each)) for beta, rest, each in (
+        (0.9, 0.1, [0.3] + [0.28] * 24), (0.999, 0.001, [0.09] + [0.28**2] * 24),
+    )]  # fmt: skip
+    for found, wanted in zip(moments_of(optimizer, equal), exact, strict=True):
+        small = found.view(-1, BLOCK.value)[:, 1:]
+        assert small.mean().item() == pytest.approx(wanted, rel=4e-3) and small.std() > 0.01 * wanted
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.5, 0.9)])
+def test_moments_of_8_bits_move_no_parameter_further_than_adamw_could(betas: tuple[float, float]):
+    """Gradients of 2^-40 to 1 in each block, over 12 steps of changing sizes: no step is longer than the bound that
+    holds of exact moments, however coarse the codes; and what is next to nothing in its block moves less, not more."""
+    generator = torch.Generator().manual_seed(0)
+    spread = 2.0 ** -(40 * torch.rand(8 * BLOCK.value, generator=generator)).to(DEVICE)
+    ours = [nn.Parameter(torch.zeros_like(spread)) for _ in range(2)]
+    options: Any = {"lr": 1.0, "betas": betas, "eps": 0.0, "weight_decay": 0.0}
+    coarse, exact = AdamW8Bit([ours[0]], **options), AdamWOneLaunch([ours[1]], **options)
+    moved = torch.zeros_like(spread), torch.zeros_like(spread)
+    for step in range(1, 13):
+        gradient = spread * torch.randn(len(spread), generator=generator).to(DEVICE)
+        for parameter, optimizer, sums in zip(ours, (coarse, exact), moved, strict=True):
+            before = parameter.detach().clone()
+            parameter.grad = gradient
+            optimizer.step()
+            change = (parameter.detach() - before).abs()
+            most = most_of_quotient(*betas) * (1 - betas[1] ** step) ** 0.5 / (1 - betas[0] ** step)
+            assert change.max() <= most * 1.0001
+            sums.add_(change)
+    tiny, usual = spread < 2.0**-22, spread > 2.0**-10
+    assert moved[0][tiny].mean() < moved[1][tiny].mean()
+    assert moved[0][usual].mean().item() == pytest.approx(moved[1][usual].mean().item(), rel=0.1)
+
+
+def test_masters_beside_moments_of_8_bits_follow_those_of_float64():
+    ours = parameters((torch.bfloat16, torch.float32))
+    before, exact = [each.detach().double() for each in ours], in_float64(ours, 6)
+    optimizer = AdamW8Bit(ours, **OPTIONS)
+    stepped(optimizer, ours, *range(6))
+    for parameter, old, wanted in zip(ours, before, exact, strict=True):
+        master = optimizer.state[parameter].get("master", parameter).detach().double()
+        off, moved = (master - wanted).norm(), (wanted - old).norm()
+        assert off <= 0.12 * moved and optimizer.state[parameter]["exp_avg"].dtype == torch.uint8
 
 
 def test_wrong_parameters_are_one_line():
@@ -153,7 +241,7 @@ def test_wrong_parameters_are_one_line():
 def test_a_step_calls_its_hooks_once():
     """PyTorch wraps `step` of each class of which an optimizer was made, so a step must not call another's."""
     told: list[str] = []
-    for optimizer_class in (AdamWOneLaunch, AdamWUnderBackward):
+    for optimizer_class in (AdamWOneLaunch, AdamW8Bit, AdamWUnderBackward):
         weight = nn.Parameter(torch.ones(2, device=DEVICE))
         optimizer = optimizer_class([weight], **OPTIONS)
         optimizer.register_step_post_hook(lambda one, *_: told.append(type(one).__name__))
@@ -164,7 +252,7 @@ def test_a_step_calls_its_hooks_once():
             return loss.item()
 
         assert optimizer.step(closure) == 2.0 and optimizer.state[weight]["step"] == 1
-    assert told == ["AdamWOneLaunch", "AdamWUnderBackward"]
+    assert told == ["AdamWOneLaunch", "AdamW8Bit", "AdamWUnderBackward"]
 
 
 @pytest.mark.gpu

@@ -79,6 +79,7 @@ Optimizer = Literal[
     "adamw-bf16-state",
     "adamw-one-launch",
     "adamw-under-backward",
+    "adamw-8bit",
     "torchao.AdamW8bit",
     "torchao.AdamW4bit",
     "torchao.AdamWFp8",
@@ -87,11 +88,14 @@ Optimizer = Literal[
 ]
 """adamw-foreach, -fused, -loop: PyTorch's AdamW, by that implementation. adamw-bf16-state: AdamW that keeps exp_avg and
 exp_avg_sq in bf16; parameters and arithmetic stay fp32. adamw-one-launch: by one kernel for all parameters.
-adamw-under-backward: the same, begun as each gradient is ready. LIBRARY.CLASS: another library's, whose states have 8
-or 4 bits a number; for a user's module alone."""
+adamw-under-backward: the same, begun as each gradient is ready. adamw-8bit: the same in one launch, with moments in 8
+bits. LIBRARY.CLASS: another library's, whose states have 8 or 4 bits a number; for a user's module alone."""
 
-OF_ONE_LAUNCH: tuple[str, ...] = ("adamw-one-launch", "adamw-under-backward")
+OF_ONE_LAUNCH: tuple[str, ...] = ("adamw-one-launch", "adamw-under-backward", "adamw-8bit")
 """The optimizers by the kernel for all parameters."""
+
+ROUNDED_STATES = {"adamw-bf16-state": ("bf16", "16 bits"), "adamw-8bit": ("8 bits", "8 bits")}
+"""How those that round their moments keep them: what it is called, and how many bits it has."""
 
 NO_CLIP = "none"
 """What says of `clip` that gradients are not clipped, where an option must say it: on a sweep's axis."""

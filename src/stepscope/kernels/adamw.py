@@ -10,6 +10,15 @@ w is the parameter in fp32: the parameter itself, or the master weight of one in
 same pass. So a parameter in bf16 moves 28 bytes: it reads its gradient (2), w, m and v (4 each) and writes these three
 and itself (2). Of gradients that are clipped, g is c times what is read, with the coefficient that is found below.
 
+Moments may be kept in 8 bits (Dettmers et al. 2022, arXiv:2110.02861, keeps them so by another code): a code for each
+number, and for each BLOCK of them a scale in fp32, the largest of the block. A parameter in bf16 then moves 16 bytes.
+Codes have 3 bits of mantissa, and below 2^-16 of the largest (m, with a sign) or 2^-32 (v) they are evenly spaced. Both
+are rounded stochastically: beta2 = 0.999 moves v by less than half a code's step, which rounding to nearest would lose
+for ever. Two things keep a coarse code from a step that AdamW would not make. The least v is the first code, not zero.
+And the Cauchy-Schwarz inequality bounds the quotient of exact moments, so m is held within it:
+
+    |m| <= sqrt(v) (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2))       where beta1^2 < beta2
+
 The tensors are found by a table of their addresses. A program takes a chunk, or one after another where there are fewer
 programs: so few of them can do all of the work beside something else. The launch costs the same however many tensors
 there are. One program for each chunk of 1024 elements was the fastest of 14 ways on an H200 (970 million parameters).
@@ -27,6 +36,7 @@ read twice and never written. Norm and coefficient stay on the device. A norm th
 is no number makes c none: what becomes of such gradients is as PyTorch has it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -40,10 +50,19 @@ from stepscope.kernels.launching import ALIGNMENT_BYTES, interpreted, launch
 CHUNK = tl.constexpr(1024)
 """Elements that a program updates at a time."""
 
+BLOCK = tl.constexpr(256)
+"""Elements whose moments share a scale, where they have 8 bits: a warp's part of a chunk."""
+
+_BLOCKS = tl.constexpr(CHUNK.value // BLOCK.value)
+SIGNED_BASE, UNSIGNED_BASE = tl.constexpr((1016 - 127) << 20), tl.constexpr((1016 - 255) << 20)
+SIGNED_LEAST, UNSIGNED_LEAST = tl.constexpr(1.125 * 2.0**-16), tl.constexpr(1.125 * 2.0**-32)
+"""The number that is added before fp32's sign, exponent and first three bits of mantissa are taken as a code, and the
+bits of it: so codes below it are evenly spaced down to zero, and the largest, 127 or 255, stands for 1."""
+
 
 @triton.jit
 def adamw_update(
-    addresses,  # int64 (5, tensors): of the parameter, its gradient, w, m, v
+    addresses,  # int64 (7, tensors): of the parameter, its gradient, w, m, v, and the scales of m and v
     sizes,  # int64 (tensors,): elements
     halves,  # int32 (tensors,): 1 where the parameter and its gradient are bf16
     chunk_tensors,  # int32 (chunks,): the tensor of each chunk
@@ -56,8 +75,10 @@ def adamw_update(
     rest2,
     eps,
     weight_decay,
+    bound,  # the most of m / sqrt(v); read where EIGHT
     ALIGNED: tl.constexpr,
     CLIPPED: tl.constexpr,
+    EIGHT: tl.constexpr,  # m and v are codes of 8 bits
 ):
     coefficient = tl.load(clip + 1) if CLIPPED else 1.0
     lr = tl.load(moving)
@@ -74,58 +95,127 @@ def adamw_update(
         w = tl.load(row + 2 * tensors)
         m = tl.load(row + 3 * tensors)
         v = tl.load(row + 4 * tensors)
+        m_scale, v_scale = row + 5 * tensors, row + 6 * tensors
+        update = tl.load(moving + 3).to(tl.int64)
+        seed = (update * 0x85EBCA6B + chunk * CHUNK) & 0xFFFFFFFF
         half = tl.load(halves + tensor)
         # A whole chunk needs no mask, and only without one are its loads as wide as the memory takes them.
         if left >= CHUNK:
-            _update(parameter, gradient, w, m, v, half, start, left, step_size, correction, decay, coefficient,
-                    rest1, rest2, eps, ALIGNED, CLIPPED, False)  # fmt: skip
+            _update(parameter, gradient, w, m, v, m_scale, v_scale, half, start, left, step_size, correction, decay,
+                    coefficient, rest1, rest2, eps, bound, seed, ALIGNED, CLIPPED, EIGHT, False)  # fmt: skip
         else:
-            _update(parameter, gradient, w, m, v, half, start, left, step_size, correction, decay, coefficient,
-                    rest1, rest2, eps, ALIGNED, CLIPPED, True)  # fmt: skip
+            _update(parameter, gradient, w, m, v, m_scale, v_scale, half, start, left, step_size, correction, decay,
+                    coefficient, rest1, rest2, eps, bound, seed, ALIGNED, CLIPPED, EIGHT, True)  # fmt: skip
 
 
 @triton.jit
 def _update(
-    parameter, gradient, w, m, v, half, start, left, step_size, correction, decay, coefficient, rest1, rest2, eps,
-    ALIGNED: tl.constexpr, CLIPPED: tl.constexpr, MASKED: tl.constexpr,
+    parameter, gradient, w, m, v, m_scale, v_scale, half, start, left, step_size, correction, decay, coefficient,
+    rest1, rest2, eps, bound, seed,
+    ALIGNED: tl.constexpr, CLIPPED: tl.constexpr, EIGHT: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    offsets = tl.arange(0, CHUNK)
+    blocks = tl.arange(0, _BLOCKS)
+    offsets = (blocks[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]) if EIGHT else tl.arange(0, CHUNK)
     mask = offsets < left if MASKED else None
     w_ptrs = _fp32_at(w, start, ALIGNED) + offsets
-    m_ptrs = _fp32_at(m, start, ALIGNED) + offsets
-    v_ptrs = _fp32_at(v, start, ALIGNED) + offsets
     if half:
         g = tl.load(_bf16_at(gradient, start, ALIGNED) + offsets, mask=mask).to(tl.float32)
     else:
         g = tl.load(_fp32_at(gradient, start, ALIGNED) + offsets, mask=mask)
     if CLIPPED:
         g *= coefficient
-    m_new = tl.load(m_ptrs, mask=mask)
+    if EIGHT:
+        begun = blocks * BLOCK < left if MASKED else None
+        m_scales = tl.load(m_scale).to(tl.pointer_type(tl.float32)) + start // BLOCK + blocks
+        v_scales = tl.load(v_scale).to(tl.pointer_type(tl.float32)) + start // BLOCK + blocks
+        m_codes = _code_at(m, start, ALIGNED) + offsets
+        v_codes = _code_at(v, start, ALIGNED) + offsets
+        m_new = _load_codes(m_codes, m_scales, mask, begun, True)
+        v_new = _load_codes(v_codes, v_scales, mask, begun, False)
+    else:
+        m_ptrs = _fp32_at(m, start, ALIGNED) + offsets
+        v_ptrs = _fp32_at(v, start, ALIGNED) + offsets
+        m_new = tl.load(m_ptrs, mask=mask)
+        v_new = tl.load(v_ptrs, mask=mask)
     m_new += rest1 * (g - m_new)
-    v_new = tl.load(v_ptrs, mask=mask)
     v_new += rest2 * (g * g - v_new)
-    w_new = tl.load(w_ptrs, mask=mask) * decay - step_size * m_new / (tl.sqrt(v_new * correction) + eps)
+    if EIGHT:
+        root = tl.sqrt(v_new)
+        m_new = tl.maximum(tl.minimum(m_new, bound * root), -bound * root)
+        root *= tl.sqrt(correction)
+    else:
+        root = tl.sqrt(v_new * correction)
+    w_new = tl.load(w_ptrs, mask=mask) * decay - step_size * m_new / (root + eps)
     tl.store(w_ptrs, w_new, mask=mask)
-    tl.store(m_ptrs, m_new, mask=mask)
-    tl.store(v_ptrs, v_new, mask=mask)
     if half:
         tl.store(_bf16_at(parameter, start, ALIGNED) + offsets, w_new.to(tl.bfloat16), mask=mask)
+    if EIGHT:
+        if MASKED:  # what lies beyond the end is no part of a block's largest
+            m_new = tl.where(mask, m_new, 0.0)
+            v_new = tl.where(mask, v_new, 0.0)
+        random = _random_bits(offsets, seed)
+        _store_codes(m_codes, m_scales, m_new, (random & 0xFFFFF).to(tl.int32), mask, begun, True)
+        _store_codes(v_codes, v_scales, v_new, (random >> 12).to(tl.int32), mask, begun, False)
+    else:
+        tl.store(m_ptrs, m_new, mask=mask)
+        tl.store(v_ptrs, v_new, mask=mask)
+
+
+@triton.jit
+def _load_codes(codes, scales, mask, begun, SIGNED: tl.constexpr):
+    """What the codes of each block stand for."""
+    base: tl.constexpr = SIGNED_BASE if SIGNED else UNSIGNED_BASE
+    least: tl.constexpr = SIGNED_LEAST if SIGNED else UNSIGNED_LEAST
+    code = tl.load(codes, mask=mask).to(tl.int32)
+    scale = tl.load(scales, mask=begun)[:, None]
+    size = code & 127 if SIGNED else code
+    value = (((size << 20) + base).to(tl.float32, bitcast=True) - least) * scale
+    return tl.where(code > 127, -value, value) if SIGNED else value
+
+
+@triton.jit
+def _store_codes(codes, scales, value, random, mask, begun, SIGNED: tl.constexpr):
+    """Store the largest of each block, and for each number one of the codes beside its share of it, so that their mean
+    is the number. random: 20 bits."""
+    base: tl.constexpr = SIGNED_BASE if SIGNED else UNSIGNED_BASE
+    least: tl.constexpr = SIGNED_LEAST if SIGNED else UNSIGNED_LEAST
+    size = tl.abs(value) if SIGNED else value
+    largest = tl.max(size, 1)
+    tl.store(scales, largest, mask=begun)
+    one_over = tl.where(largest > 1e-37, 1.0 / tl.maximum(largest, 1e-37), 0.0)[:, None]
+    code = ((size * one_over + least).to(tl.int32, bitcast=True) + (random - base)) >> 20
+    code = tl.minimum(code, 127) + tl.where(value < 0.0, 128, 0) if SIGNED else tl.maximum(tl.minimum(code, 255), 1)
+    tl.store(codes, code.to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def _random_bits(offsets, seed):
+    """32 bits for each element, other ones at each update: a hash of both."""
+    x = (offsets.to(tl.uint32) + seed.to(tl.uint32)) * 0x9E3779B1
+    x = (x ^ (x >> 15)) * 0x85EBCA77
+    return x ^ (x >> 13)
+
+
+@triton.jit
+def _code_at(address, start, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.uint8)) + start
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+# Chunks begin at multiples of CHUNK elements, so they are aligned as their tensors are. What is known of a pointer is
+# said where it is made: said of a function's argument it is lost, and loads are as narrow as an element.
 
 
 @triton.jit
 def _fp32_at(address, start, ALIGNED: tl.constexpr):
     """A pointer to an element of the fp32 tensor at this address."""
-    return _aligned(address.to(tl.pointer_type(tl.float32)) + start, ALIGNED)
+    pointer = address.to(tl.pointer_type(tl.float32)) + start
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @triton.jit
 def _bf16_at(address, start, ALIGNED: tl.constexpr):
-    return _aligned(address.to(tl.pointer_type(tl.bfloat16)) + start, ALIGNED)
-
-
-@triton.jit
-def _aligned(pointer, ALIGNED: tl.constexpr):
-    # Chunks begin at multiples of CHUNK elements, so they are aligned as their tensors are.
+    pointer = address.to(tl.pointer_type(tl.bfloat16)) + start
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
@@ -138,7 +228,7 @@ their number, which therefore does not depend on the device."""
 
 @triton.jit
 def square_sums(
-    addresses,  # int64 (5, tensors), as in adamw_update
+    addresses,  # int64 (7, tensors), as in adamw_update
     sizes,
     halves,
     chunk_tensors,
@@ -207,6 +297,14 @@ _BLOCK = 1024
 """Sums of squares that are added at a time."""
 
 
+def most_of_quotient(beta1: float, beta2: float) -> float:
+    """The most that |exp_avg| / sqrt(exp_avg_sq) can be, whatever the gradients were; infinity where nothing bounds
+    it."""
+    if beta1**2 >= beta2:
+        return math.inf
+    return (1 - beta1) / math.sqrt((1 - beta2) * (1 - beta1**2 / beta2))
+
+
 class Moving:
     """What changes from update to update, on the device, so that a replayed CUDA graph moves it too."""
 
@@ -239,9 +337,11 @@ class Updated:
     master: Tensor
     """fp32: the parameter itself, or the master weight of one in bf16."""
     exp_avg: Tensor
-    """fp32."""
+    """fp32; or uint8, codes that need scales."""
     exp_avg_sq: Tensor
-    """fp32."""
+    """As exp_avg."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """Of both moments' codes: fp32, one for each BLOCK of elements as they lie. All of an update have them, or none."""
 
 
 class UpdateOfMany:
@@ -254,7 +354,7 @@ class UpdateOfMany:
         self, updated: Sequence[Updated], *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         self._updated = list(updated)
-        self._numbers = (1 - betas[0], 1 - betas[1], eps, weight_decay)
+        self._numbers = (1 - betas[0], 1 - betas[1], eps, weight_decay, min(most_of_quotient(*betas), 1e38))
         self._device = updated[0].parameter.device
         sizes = torch.tensor([each.parameter.numel() for each in updated])
         counts = (sizes + CHUNK.value - 1) // CHUNK.value
@@ -266,10 +366,14 @@ class UpdateOfMany:
         firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         self._chunk_tensors = tensors.to(self._device, torch.int32)
         self._chunk_starts = ((torch.arange(self._chunks) - firsts) * CHUNK.value).to(self._device)
+        self._eight = updated[0].scales is not None
         fixed = [
             [
                 tensor.data_ptr()
-                for tensor in (each.parameter, each.parameter, each.master, each.exp_avg, each.exp_avg_sq)
+                for tensor in (
+                    *(each.parameter, each.parameter, each.master, each.exp_avg, each.exp_avg_sq),
+                    *(each.scales or (each.exp_avg, each.exp_avg_sq)),
+                )
             ]
             for each in updated
         ]
@@ -292,12 +396,12 @@ class UpdateOfMany:
         if not self._chunks:
             return
         self._find(gradients)
-        rest1, rest2, eps, weight_decay = self._numbers
         launch(
             adamw_update, (min(self._chunks, programs or self._chunks),),
             *self._tables, moving.values, moving.values if clip is None else clip,
-            len(self._updated), self._chunks, rest1, rest2, eps, weight_decay,
-            ALIGNED=self._rest_is_aligned and self._gradients_are_aligned, CLIPPED=clip is not None, **_options(),
+            len(self._updated), self._chunks, *self._numbers,
+            ALIGNED=self._rest_is_aligned and self._gradients_are_aligned, CLIPPED=clip is not None, EIGHT=self._eight,
+            **_options(),
         )  # fmt: skip
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.transformer import aligned_numbers, moment_blocks
-from stepscope.kernels.adamw import Clipping, Moving, Updated, UpdateOfMany
+from stepscope.kernels.adamw import BLOCK, Clipping, Moving, Updated, UpdateOfMany
 from stepscope.training.optimizer import Updating, updated_by, when_ready
 
 _UNDER_BACKWARD_BYTES = 32 * 2**20
@@ -36,6 +36,8 @@ class AdamWOneLaunch(Updating):
     """
 
     counts_updates = True
+    moment_dtype = torch.float32
+    """uint8 for codes (kernels/adamw), whose scales the state keeps beside them."""
 
     def __init__(
         self, parameters: Iterable[Tensor], *, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
@@ -73,15 +75,26 @@ class AdamWOneLaunch(Updating):
             update.run(gradients, self._moving[number], clip=clip)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave. Masters and moments stay fp32, whatever dtype the parameters have."""
+        """Take what `state_dict` gave. Masters stay fp32, and moments as they are, whatever dtype the parameters have.
+
+        Raises an InputError for moments of another kind than this optimizer's.
+        """
+        for moments in state_dict["state"].values():
+            kind = moments["exp_avg"].dtype if "exp_avg" in moments else self.moment_dtype
+            if (kind == torch.uint8) != (self.moment_dtype == torch.uint8):
+                raise InputError(
+                    f"this state has moments in {kind}, and {type(self).__name__} keeps them in {self.moment_dtype}: "
+                    "load it into the optimizer that saved it"
+                )
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, updated_by(self), strict=True):
             moments = state_dict["state"].get(number, {})
             kept = self.state[parameter]
-            for name in ("master", "exp_avg", "exp_avg_sq"):
+            for name in ("master", "exp_avg", "exp_avg_sq", *_SCALES):
                 if name in moments:
-                    kept[name] = moments[name].detach().to(parameter.device, torch.float32, copy=True)
+                    dtype = self.moment_dtype if name in ("exp_avg", "exp_avg_sq") else torch.float32
+                    kept[name] = moments[name].detach().to(parameter.device, dtype, copy=True)
         self._moving.clear()
         self._updates.clear()
 
@@ -106,9 +119,13 @@ class AdamWOneLaunch(Updating):
         strange = next((each for each in new if torch.empty_like(each).stride() != each.stride()), None)
         if strange is not None:
             raise InputError(f"AdamW in one launch takes dense parameters, not strides {strange.stride()}")
-        step = self._moving[number].values[3]
-        for parameter, (exp_avg, exp_avg_sq) in zip(new, moments_beside(new), strict=True):
+        step, device = self._moving[number].values[3], parameters[0].device
+        for parameter, (exp_avg, exp_avg_sq) in zip(new, moments_beside(new, self.moment_dtype), strict=True):
             self.state[parameter] |= {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        if self.moment_dtype == torch.uint8:
+            of_blocks = [torch.empty(-(-each.numel() // BLOCK.value), device="meta") for each in new]
+            for parameter, pair in zip(new, moments_beside(of_blocks, device=device), strict=True):
+                self.state[parameter] |= dict(zip(_SCALES, pair, strict=True))
         updated: list[Updated] = []
         for parameter in parameters:
             state = self.state[parameter]
@@ -116,14 +133,27 @@ class AdamWOneLaunch(Updating):
                 master = self._masters.pop(parameter, None)
                 state["master"] = parameter.float() if master is None else _like(master.float(), parameter)
             moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+            if self.moment_dtype == torch.uint8:
+                moments["scales"] = tuple(state[name] for name in _SCALES)
             updated.append(Updated(parameter=parameter, master=state.get("master", parameter), **moments))
         numbers = {name: self.param_groups[number][name] for name in ("betas", "eps", "weight_decay")}
         self._updates[key] = UpdateOfMany(updated, **numbers)
         return self._updates[key]
 
 
+class AdamW8Bit(AdamWOneLaunch):
+    """The same with both moments in 8 bits, and a scale for each 256 of them: 2 bytes a parameter, not 8.
+
+    A coarse code moves a parameter no further than AdamW could (kernels/adamw). Beside a gradient in its block that is
+    more than 2^16 times as large, one moves less than it would. Rounding is random, and the same again for the same
+    count of updates, so it is deterministic, too.
+    """
+
+    moment_dtype = torch.uint8
+
+
 class AdamWUnderBackward(AdamWOneLaunch):
-    """The same, with each parameter's update begun as soon as its gradient is ready, on a stream of its own.
+    """AdamWOneLaunch with each parameter's update begun as soon as its gradient is ready, on a stream of its own.
 
     It moves bytes while backward multiplies matrices: a step then takes little more than the longer of the two. The
     updates have a small grid, which leaves backward most of the GPU. `step` waits for them and does what is left. On a
@@ -213,8 +243,20 @@ class AdamWUnderBackward(AdamWOneLaunch):
             self._begin(number)
 
 
-def moments_beside(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Both moments of each parameter, zeros in fp32 laid out as the parameter is, side by side in a few blocks.
+BY_NAME: dict[str, type[AdamWOneLaunch]] = {
+    "adamw-one-launch": AdamWOneLaunch,
+    "adamw-under-backward": AdamWUnderBackward,
+    "adamw-8bit": AdamW8Bit,
+}
+
+_SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+
+
+def moments_beside(
+    parameters: Sequence[Tensor], dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Both moments of each parameter, zeros laid out as the parameter is, side by side in a few blocks. device: where
+    they lie; None for the parameters'.
 
     Tensor by tensor, PyTorch's allocator gives each the rest of its block, up to 1 MiB, and leaves the end of each
     segment of 20 MiB free. They would also lie among what the first step left in its cache, and what is left there a
@@ -224,7 +266,8 @@ def moments_beside(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     sizes = [2 * aligned_numbers(parameter.numel()) for parameter in parameters]
     pairs: list[tuple[Tensor, Tensor]] = []
     for places in moment_blocks(sizes):
-        block = torch.zeros(sum(sizes[i] for i in places), dtype=torch.float32, device=parameters[places[0]].device)
+        numbers, place = sum(sizes[i] for i in places), device or parameters[places[0]].device
+        block = torch.zeros(numbers, dtype=dtype, device=place)
         first = 0
         for i in places:
             size, stride = parameters[i].size(), parameters[i].stride()

@@ -546,8 +546,7 @@ def optimizer_for(
     if choices.optimizer in OF_ONE_LAUNCH:
         from stepscope.training import one_launch  # noqa: PLC0415  (Triton: where it is there)
 
-        chosen = one_launch.AdamWOneLaunch if choices.optimizer == OF_ONE_LAUNCH[0] else one_launch.AdamWUnderBackward
-        return chosen(trained, lr=LEARNING_RATE, masters=masters, max_norm=max_norm)
+        return one_launch.BY_NAME[choices.optimizer](trained, lr=LEARNING_RATE, masters=masters, max_norm=max_norm)
     adamw = functools.partial(
         torch.optim.AdamW,
         lr=LEARNING_RATE,

@@ -199,8 +199,8 @@ class CompiledBlocks(CompiledSymbolicModel):
         return self._outside().loss(tape, logits)
 
 
-_CHUNK = 1024
-"""Elements of a chunk of the update in one launch (kernels/adamw.py)."""
+_CHUNK, _BLOCK = 1024, 256
+"""Elements of a chunk of the update in one launch, and those that share a scale of 8 bits (kernels/adamw.py)."""
 
 _SUMS = 4096
 """The most sums of squares that clipping in one launch makes (kernels/adamw.py)."""
@@ -385,9 +385,13 @@ class SymbolicStep:
         elements = [parameter.elements for parameter in self._model.parameters]
         if self.workload.optimizer in OF_ONE_LAUNCH:
             numbers = [2 * aligned_numbers(count) for count in elements]
-            sizes = [4 * sum(numbers[i] for i in places) for places in moment_blocks(numbers)]
+            itemsize = moment_bytes(self.workload)
+            sizes = [itemsize * sum(numbers[i] for i in places) for places in moment_blocks(numbers)]
+            if itemsize == 1:  # a scale for each block of a moment
+                scales = [2 * aligned_numbers(-(-count // _BLOCK)) for count in elements]
+                sizes += [4 * sum(scales[i] for i in places) for places in moment_blocks(scales)]
             tensors, chunks = len(elements), sum(-(-count // _CHUNK) for count in elements)
-            sizes += [8 * tensors, 4 * tensors, 4 * chunks, 8 * chunks, 5 * 8 * tensors, 32, 32, 32]
+            sizes += [8 * tensors, 4 * tensors, 4 * chunks, 8 * chunks, 7 * 8 * tensors, 32, 32, 32]
             if self.workload.clip is not None:
                 sizes += [4 * min(chunks, _SUMS), 8]
         else:

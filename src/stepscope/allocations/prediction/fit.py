@@ -30,7 +30,9 @@ from stepscope.core.precisions import PRECISIONS, SCALED_MULTIPLE
 from stepscope.core.run import Run
 from stepscope.core.units import MIB, format_bytes
 from stepscope.core.workloads import (
+    OF_ONE_LAUNCH,
     OPTIMIZERS,
+    ROUNDED_STATES,
     FactoryWorkload,
     TextbookWorkload,
     UserModel,
@@ -472,10 +474,11 @@ def _levers(workload: Workload) -> Iterator[Lever]:
         yield (setting("fused AdamW", "--optimizer", "adamw-fused"),)
     if workload.dtype in ("fp32", "tf32"):
         yield (setting("bf16 autocast", "--dtype", "bf16"),)
-    chosen = workload.optimizer in OPTIMIZERS  # and is no optimizer of the user's
-    replayed = workload.graph == "step"  # which holds no optimizer that counts its updates on the host
-    if chosen and not replayed and workload.optimizer != "adamw-bf16-state" and PRECISIONS[workload.dtype].weights == 4:
-        yield (setting("optimizer state in bf16", "--optimizer", "adamw-bf16-state"),)
+    by_kernel = workload.optimizer in OF_ONE_LAUNCH  # a graph holds no optimizer that counts its updates on the host
+    one_by_one = workload.graph != "step" and PRECISIONS[workload.dtype].weights == 4
+    name = "adamw-8bit" if by_kernel else "adamw-bf16-state"
+    if workload.optimizer in set(OPTIMIZERS) - set(ROUNDED_STATES) and (by_kernel or one_by_one):
+        yield (setting(f"optimizer state in {ROUNDED_STATES[name][0]}", "--optimizer", name),)
     if workload.phase == "forward":
         return
     batch = workload.batch_size or 1
@@ -508,8 +511,7 @@ _SHORTEST = 64
 
 def _smaller(workload: Workload) -> Iterator[Lever]:
     """A smaller batch and a shorter sequence, halved again and again."""
-    parts = workload.accumulation
-    batches = [n for n in divisors(workload.batch_size or 1)[-2::-1] if n % parts == 0]
+    batches = [n for n in divisors(workload.batch_size or 1)[-2::-1] if n % workload.accumulation == 0]
     yield tuple(setting(f"a batch of {n}", "--batch-size", n) for n in batches)
     lengths = [(workload.seq_len or 0) >> halvings for halvings in range(1, 20)]
     yield tuple(setting(f"a sequence of {n}", "--seq-len", n) for n in lengths if n >= _SHORTEST)
@@ -519,11 +521,9 @@ def _offloads(workload: Workload) -> Lever:
     """Blocks whose kept products wait in the host's memory: a quarter of them, half, three quarters and all."""
     if workload.phase == "forward" or workload.checkpointing != "none" or not workload.one_by_one:
         return ()
-    layers = workload.layers
-    counts = dict.fromkeys(max(1, layers * quarters // 4) for quarters in (1, 2, 3, 4))
     return tuple(
         setting(f"matrix products of {blocks} blocks kept on the host", "--checkpointing", f"{OFFLOAD}-{blocks}")
-        for blocks in counts
+        for blocks in dict.fromkeys(max(1, workload.layers * quarters // 4) for quarters in (1, 2, 3, 4))
     )
 
 
@@ -546,7 +546,7 @@ def _price(change: Change, workload: Workload, extra_flops: float | None) -> str
         "dtype": "products rounded to 16 bits",
         "checkpointing": flops if extra_flops else f"{flops}, elementwise operations run again",
     }
-    return "moments rounded to 16 bits" if value == "adamw-bf16-state" else words.get(field, flops)
+    return f"moments rounded to {ROUNDED_STATES[value][1]}" if value in ROUNDED_STATES else words.get(field, flops)
 
 
 MOST_PLANS, MOST_GPUS = 6, 1024

@@ -109,8 +109,9 @@ def product_counts(workload: TextbookWorkload) -> tuple[int, int]:
 
 
 def moment_bytes(workload: StepChoices) -> int:
-    """Bytes of an element of each of AdamW's two moments."""
-    return 2 if workload.optimizer == "adamw-bf16-state" else PRECISIONS[workload.dtype].moments
+    """Bytes of an element of each of AdamW's two moments, without the scale that 256 of 8 bits share."""
+    of_optimizer = {"adamw-bf16-state": 2, "adamw-8bit": 1}
+    return of_optimizer.get(str(workload.optimizer), PRECISIONS[workload.dtype].moments)
 
 
 def phase_work(workload: TextbookWorkload, causal: CausalConvention = "half") -> dict[str, Work]:

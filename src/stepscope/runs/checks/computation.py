@@ -387,6 +387,8 @@ def optimizer_mismatch(run: Run) -> Iterator[Finding]:
         may_be_after = not on_gpu(run) or workload.clip is not None
         begun = calls.get(BACKWARD, {}).get(_COUNTS_UPDATE) or (ran == "adamw-one-launch" and may_be_after)
         ran = wanted if begun else ran
+    if wanted == "adamw-8bit" and ran == "adamw-one-launch":  # the same launch, by the same operators
+        ran = wanted
     # In fp16 the scaler may have skipped this very step: `optimizer-skipped` counts. A user's own optimizer has
     # operators that nobody knows.
     if wanted in OPTIMIZERS and ran != wanted and not (ran is None and workload.dtype == "fp16"):
