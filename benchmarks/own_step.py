@@ -187,6 +187,8 @@ _UNDER = {"optimizer": "adamw-under-backward"}
 OURS: dict[str, Way] = {
     "flash, joint, fused, graph": {**_MASTERS, **_ALL, **_JOINT, "attention": "flash"},
     "flash, joint, fused loss, default, graph": {**_MASTERS, **_LOSS, **_JOINT, **_DEFAULT, "attention": "flash"},
+    "sdpa, joint, fused loss, default, graph": {**_MASTERS, **_LOSS, **_JOINT, **_DEFAULT, "attention": "sdpa"},
+    "flash, fused loss, default, graph": {**_MASTERS, **_LOSS, **_DEFAULT, "attention": "flash"},
     "flash, joint, default, graph": {**_MASTERS, **_JOINT, **_DEFAULT, "attention": "flash"},
     "flash, joint, fused, default, graph": {**_MASTERS, **_ALL, **_JOINT, **_DEFAULT, "attention": "flash"},
     "flash, default, graph": {**_MASTERS, **_DEFAULT, "attention": "flash"},
@@ -210,14 +212,18 @@ OURS: dict[str, Way] = {
 backward go with compiled blocks: backward of a model that is compiled as a whole gives all gradients at its end."""
 
 _BY_HAND = ("masters, default, graph", "autocast, default, graph")
-_DECODER = ("flash, joint, fused loss, default, graph", "flash, joint, default, graph")
+_DECODER = ("flash, joint, fused loss, default, graph", "sdpa, joint, fused loss, default, graph")
+_ENCODER = ("flash, joint, default, graph", "sdpa, joint, default, graph")
 SHORT: dict[str, dict[str, tuple[str, ...]]] = {
     "llama-3.2-1b": {"hand": _BY_HAND[::-1], "ours": _DECODER},
     "qwen2.5-0.5b": {"hand": _BY_HAND, "ours": _DECODER},
-    # Its attention has dropout, which a swap leaves to SDPA; query, key and value are one product by themselves.
-    "gpt2-medium": {"hand": _BY_HAND, "ours": ("sdpa, fused loss, default, graph", "sdpa, default, graph")},
-    "bert-base": {"hand": _BY_HAND, "ours": ("sdpa, joint, default, graph", "sdpa, default, graph")},
-    "vit-base": {"hand": _BY_HAND, "ours": ("flash, joint, default, graph", "sdpa, joint, default, graph")},
+    # Query, key and value are one product by themselves.
+    "gpt2-medium": {
+        "hand": _BY_HAND,
+        "ours": ("sdpa, fused loss, default, graph", "flash, fused loss, default, graph"),
+    },
+    "bert-base": {"hand": _BY_HAND, "ours": _ENCODER},
+    "vit-base": {"hand": _BY_HAND, "ours": _ENCODER},
 }
 """By model and side, the ways of a short race, the most hopeful first."""
 

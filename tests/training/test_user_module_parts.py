@@ -394,7 +394,18 @@ def test_a_padded_batch_keeps_the_mask_that_transformers_makes(tmp_path: Path):
 
 def test_a_model_with_another_attention_than_the_swap_assumes_is_refused(tmp_path: Path):
     with pytest.raises(InputError, match=r"takes no call of .*it has dropout"):
-        own_llama(tmp_path, {"dropout": 0.1}, attention="reference")
+        own_llama(tmp_path, {"dropout": 0.1}, attention="sdpa-math")
+
+
+def test_a_model_s_dropout_is_that_of_the_attention_in_its_place(tmp_path: Path):
+    """While it is held it draws as its own does, so that gradients can be compared; afterwards anew in each call."""
+    model: Any = (step := own_llama(tmp_path, {"dropout": 0.5}, attention="reference")).user_module.module
+    assert [each.replaced for each in step.found if each.part == "attention"] == [True]
+    batch = step.user_module.batches[0]
+    assert model(**batch).loss.item() != model(**batch).loss.item()
+    own = model.eval()(**batch).loss.item()
+    model.config._attn_implementation = "sdpa"
+    assert model(**batch).loss.item() == pytest.approx(own, rel=1e-6)
 
 
 SMALL: dict[str, Any] = {

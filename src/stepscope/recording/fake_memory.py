@@ -833,7 +833,7 @@ def _dequantised(rows: Tensor, _: Tensor, shape: Sequence[int], scales: Tensor, 
     return weights * rows.itemsize + (weights // block * scales.itemsize if nested else 0)
 
 
-def _joined(x: Tensor, weights: Sequence[Tensor]) -> int:
+def _joined(x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor]) -> int:
     """Bytes that a product of joint projections has beside its operands: the weights in its dtype, where that is
     another one, and its output, which is counted after it (kernels/parts/projections.py)."""
     numbers = sum(weight.numel() for weight in weights)

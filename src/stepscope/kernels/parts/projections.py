@@ -1,17 +1,18 @@
 """Several projections of one input as one product, forward and backward.
 
-    joint_projections(x, (W1, W2, ...))  ->  x W1^T, x W2^T, ...
+    joint_projections(x, (W1, W2, ...), (b1, b2, ...))  ->  x W1^T + b1, x W2^T + b2, ...
 
-With W the rows of all weights, one weight below the other, and dy the gradients of the results side by side:
+With W the rows of all weights, one weight below the other, b all biases, if there are any, and dy the gradients of the
+results side by side:
 
-    y = x W^T        dx = dy W        dW = dy^T x
+    y = x W^T + b        dx = dy W        dW = dy^T x        db = the sum of dy over rows
 
 Apart, each projection is a product of its own, and backward adds up as many gradients of x, each rounded. Joint, small
 products fill a GPU better, the sum over projections is made inside one product, and nothing is added afterwards.
 
 W is no copy where the weights lie one behind the other in memory (`lie_together`); elsewhere they are put together
-first. The results are views of y, so as long as one is kept, all are. Under autocast W is cast in forward and again in
-backward.
+first. A compiler writes gradients side by side where it makes them; elsewhere they are copied. The results are views of
+y, so as long as one is kept, all are. Under autocast W is cast in forward and again in backward.
 """
 
 from collections.abc import Sequence
@@ -62,8 +63,9 @@ def _beside(gradients: Sequence[Tensor]) -> Tensor:
     return first.as_strided((first.shape[0], width), (width, 1))
 
 
-def _product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return F.linear(x, _joined(weights, x.dtype))
+def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    bias = torch.cat([bias.to(x.dtype) for bias in biases]) if biases else None
+    return F.linear(x, _joined(weights, x.dtype), bias)
 
 
 def _gradients(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -77,9 +79,9 @@ def _rows_of(weights: Sequence[Tensor]) -> int:
 
 
 define(
-    "joint_projections(Tensor x, Tensor[] weights) -> Tensor",
+    "joint_projections(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor",
     _product,
-    lambda x, weights: x.new_empty(*x.shape[:-1], _rows_of(weights)),
+    lambda x, weights, _biases: x.new_empty(*x.shape[:-1], _rows_of(weights)),
 )
 define(
     "joint_projections_backward(Tensor[] dys, Tensor x, Tensor[] weights) -> (Tensor, Tensor)",
@@ -105,27 +107,32 @@ def _backward_flops(_dys: Any, x_shape: Any, weight_shapes: Any, *_: Any, out_sh
 
 class _Joint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        run = torch.ops.stepscope.joint_projections if watched(x, *weights) else _product
+    def forward(ctx: Any, x: Tensor, count: int, *parameters: Tensor) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:count], parameters[count:]
+        run = torch.ops.stepscope.joint_projections if watched(x, *parameters) else _product
         ctx.save_for_backward(x, *weights)
-        return run(x, list(weights)).split([weight.shape[0] for weight in weights], dim=-1)
+        ctx.bias_dtypes = [bias.dtype for bias in biases]
+        return run(x, list(weights), list(biases)).split([weight.shape[0] for weight in weights], dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(_NAME)
         x, *weights = ctx.saved_tensors
         dys = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        biases = [dy.sum(0).to(dtype) for dy, dtype in zip(dys, ctx.bias_dtypes, strict=False)]
+        dys = [torch.cat(dys, dim=1)] if torch.compiler.is_compiling() else dys
         rows = x.reshape(-1, x.shape[-1])
         run = torch.ops.stepscope.joint_projections_backward if watched(x, *dys, *weights) else _gradients
         dx, dweight = run(dys, rows, weights)
         parts = dweight.to(weights[0].dtype).split([weight.shape[0] for weight in weights])
-        return dx.view(x.shape), *parts
+        return dx.view(x.shape), None, *parts, *biases
 
 
-def joint_projections(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """x W_i^T for weights W_i (N_i, M) of one dtype, as views of one tensor (..., sum N_i)."""
+def joint_projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:
+    """x W_i^T + b_i for weights W_i (N_i, M) of one dtype and biases (N_i), none or one of each, as views of one tensor
+    (..., sum N_i)."""
     weights = list(weights)
     if not weights or any(w.dim() != 2 or w.shape[1] != x.shape[-1] or w.dtype != weights[0].dtype for w in weights):
         shapes = ", ".join(f"{tuple(w.shape)} in {w.dtype}" for w in weights) or "none"
         raise InputError(f"{_NAME} takes x (..., M) and weights (N, M) of one dtype, not {tuple(x.shape)} and {shapes}")
-    return _Joint.apply(x.to(autocast_dtype(x)), *weights)
+    return _Joint.apply(x.to(autocast_dtype(x)), len(weights), *weights, *biases)

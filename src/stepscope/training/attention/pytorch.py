@@ -101,8 +101,8 @@ def sdpa_flash(
 # other call. Of a compiled or captured model the positions cannot be looked at: they are taken for those of documents,
 # unless the model made them itself.
 #
-# A call that the kernel does not take (another mask, dropout, a bias, a cache) runs the model's own attention, with the
-# mask that transformers makes.
+# A call that the kernel does not take (another mask, a bias, a cache, dropout of some) runs the model's own attention,
+# with the mask that transformers makes. With dropout a call is held without it.
 
 
 class _Mask:
@@ -242,12 +242,14 @@ def _register(own: str, name: str, function: AttentionFunction) -> None:
             return _own_attention(module, own, sdpa_forward)(module, q, k, v, _tensor(mask), **more)
         if _CALL.judged and not torch.is_autocast_enabled(q.device.type):
             theirs = functools.partial(_own_attention(module, own, sdpa_forward), module)
-            error = _error_on_random_numbers(function, theirs, (q, k, v), said, more)
+            error = _error_on_random_numbers(function, theirs, (q, k, v), said, {**more, "dropout": 0.0})
             if not error <= _ROUNDING.get(q.dtype, _ROUNDING_OF_16_BITS):
                 raise InputError(
                     f"attention {name} computes something else than {type(module).__name__}: on random numbers its "
                     f"outputs are {error:.2g} of their norm away; leave out attention"
                 )
+        if _CALL.judged and more.get("dropout"):  # no two draw the same: so the model's gradients can be compared
+            return _own_attention(module, own, sdpa_forward)(module, q, k, v, _tensor(mask), **more)
         return _attention_of(function, (q, k, v), said, more).transpose(1, 2).contiguous(), None
 
     def mask_of(*args: Any, **of_call: Any) -> Any:
@@ -352,7 +354,6 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Mapping[str, Any]
     unlike, window = q.shape[2] != k.shape[2] or q.shape[3] != v.shape[3], more.get("sliding_window")
     window = window if window is not None and window < k.shape[2] else None
     reasons = (
-        (bool(more.get("dropout")), _DROPOUT),
         (unlike, "its queries have another length or width than its keys and values"),
         (not unlike and window != mask.window, "its window is another one than its mask's"),
         (
@@ -368,6 +369,8 @@ def _why_not(q: Tensor, k: Tensor, v: Tensor, mask: Any, more: Mapping[str, Any]
 def _lacks(name: str, function: AttentionFunction, mask: "_Mask", more: Mapping[str, Any]) -> str:
     """What a call needs that the attention of this name does not take; empty where there is nothing."""
     record = ATTENTIONS[name]
+    if more.get("dropout") and not record.scoring:
+        return _DROPOUT
     masks = function.__module__ == __name__  # PyTorch's would make a mask in each block; transformers makes one for all
     if mask.bounds is not None and (masks or not record.documents):
         return f"it has documents, and {name} takes none without a mask"
@@ -386,6 +389,7 @@ def _attention_of(
         "window": mask.window,
         "bounds": mask.bounds,
         "softcap": more.get("softcap"),
+        "dropout": more.get("dropout") or None,
         "sinks": None if sinks is None else sinks.float(),
     }
     q, k, v = as_autocast(*call)

@@ -774,12 +774,18 @@ class Joint:
         self.x: Tensor | None = None
         self.parts: dict[int, Tensor] = {}
 
+    @property
+    def biases(self) -> list[Tensor]:
+        """Of all layers, where each has one."""
+        biases = [layer.bias for layer in self.layers]
+        return [] if any(bias is None for bias in biases) else biases
+
     def part(self, place: int, x: Tensor) -> Tensor | None:
         """The product of one of them; None where it is to compute it by itself."""
         if self.apart:
             return None
         if self.x is None:
-            parts = joint_projections(x, [layer.weight for layer in self.layers])
+            parts = joint_projections(x, [layer.weight for layer in self.layers], self.biases)
             self.x, self.parts = x, dict(enumerate(parts))
         if self.x is not x or place not in self.parts:
             self.apart, self.x, self.parts = True, None, {}
@@ -800,7 +806,7 @@ class _JointLinear(nn.Linear):
         part = self.joint.part(self.place, input)
         if part is None:
             return F.linear(input, self.weight, self.bias)
-        return part if self.bias is None else part + self.bias.to(part.dtype)
+        return part if self.bias is None or self.joint.biases else part + self.bias.to(part.dtype)
 
 
 def join_projections(model: nn.Module) -> Callable[[], None]:
