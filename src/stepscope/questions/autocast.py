@@ -423,7 +423,8 @@ def record(model: ModelWithLoss, device: torch.device, low: torch.dtype) -> Auto
 
     def leave(_path: str, part: nn.Module, _: object, output: Any) -> None:
         of = by_module[id(part)]
-        of.calls += 1
+        # Not of what a checkpoint runs again in backward, which stops before the last module has ended.
+        of.calls += torch._C._current_graph_task_id() == -1
         for tensor in _tensors(output):
             of.outputs[dtype_name(tensor.dtype)] = None
             if tensor.requires_grad:

@@ -209,6 +209,10 @@ class Late(nn.Module):
             self.late = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         return self.late(self.norm(x)).sum()
 
+class Again(nn.Sequential):
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False).sum()
+
 class Broken(nn.Module):
     def forward(self, x):
         raise ValueError("no way\\nat all")
@@ -219,6 +223,7 @@ def uneven(): return Uneven(), {"x": torch.randn(8, 4), "ids": torch.arange(3)},
 def pair(): return nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), torch.ones(1, 4)
 def infinite(): return nn.Linear(4, 2), torch.ones(3, 4), lambda y: y.sum() / 0
 def late(): return Late(), torch.ones(3, 4)
+def again(): return Again(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(3, 4)
 def scripted(): return torch.jit.trace(nn.Linear(4, 2), torch.ones(3, 4)), torch.ones(3, 4), square
 def no_loss(): return nn.Linear(4, 2), torch.ones(3, 4)
 def count(): return nn.Linear(4, 2), torch.ones(3, 4), lambda y: y.argmax()
@@ -264,6 +269,11 @@ def test_an_uneven_model_of_ones_own(own: str):
 def test_forward_may_return_the_loss(own: str, factory: str):
     rows = tree(study_autocast(factory=f"{own}:{factory}", device="cpu"))
     assert str(rows["loss"]["kind"]).startswith("returned by ")
+
+
+def test_what_a_checkpoint_runs_again_is_no_call_of_forward(own: str):
+    rows = tree(study_autocast(factory=f"{own}:again", device="cpu"))
+    assert rows["0"]["calls"] == rows["1"]["calls"] == 1
 
 
 def test_a_module_that_forward_makes_is_shown_without_what_hooks_would_have_seen(own: str):
