@@ -19,6 +19,8 @@ import torch
 from stepscope.allocations.prediction.estimate import estimate, symbolic_model
 from stepscope.allocations.prediction.symbolic_tensors import Ledger, Node, RoundingAllocator, Storage, Tape
 from stepscope.core.errors import InputError
+from stepscope.core.formulas.transformer import parameter_count
+from stepscope.core.model_config import PRESETS
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.fake_module import estimate_by_running
 from stepscope.recording.memory_history import capture_memory
@@ -233,6 +235,14 @@ def test_clipping(dtype: str):
     assert found["optimizer"] - plain["optimizer"] >= 0
     launch, without = (estimate(three(optimizer="adamw-one-launch", phase="train", clip=clip)) for clip in (1.0, None))
     assert launch.after_parameters - without.after_parameters == 1024
+
+
+def test_moments_of_8_bits_are_a_quarter_and_a_scale_for_256():
+    workload = TextbookWorkload(model=PRESETS["small"], phase="train", dtype="bf16", optimizer="adamw-one-launch")
+    full = estimate(workload).after_parameters
+    eight = estimate(msgspec.structs.replace(workload, optimizer="adamw-8bit")).after_parameters
+    saved = parameter_count(workload.model) * (6 - 8 / 256)
+    assert full - eight == pytest.approx(saved, rel=0.01)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "bf16-pure"])
