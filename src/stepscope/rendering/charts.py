@@ -148,7 +148,7 @@ def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> Spec:
         low = _field("low:Q", title=panel.y_title, scale=scale, axis=axis)
         ends_of = {"x": low, "x2": {"field": "high"}, "y": rows, **beside}
         layers.append(_marks_of(_bar_rows(between, lines), "rule", ends_of, color=INK, strokeWidth=1.4))
-    missing = [point for point in panel.points if point.missing]
+    missing = [point for point in panel.points if not point.is_drawn]
     if missing:
         words = {"x": _value(0), "y": rows, "text": "missing:N", **beside}
         look = {"align": "left", "dx": 4, "fontStyle": "italic", "color": INK}
@@ -169,7 +169,7 @@ class Bars(NamedTuple):
 
 def bars_of(panel: Panel) -> Bars:
     """The bars of a panel. Raises InputError where there is nothing to draw, or more than can be told apart."""
-    known = [point for point in panel.points if not point.missing]
+    known = [point for point in panel.points if point.is_drawn]
     if not known:
         raise InputError("there is nothing to plot: no figure in any cell")
     names = list(dict.fromkeys(name_of_bar(point) for point in panel.points))
@@ -187,10 +187,15 @@ def name_of_bar(point: Point) -> str:
     return printable(point.name, LONGEST_NAME)
 
 
+def why_missing(point: Point) -> str:
+    """What stands in the place of a figure that is none; empty for one that is."""
+    return "" if point.is_drawn else printable(point.missing or str(point.y))
+
+
 def _bar_rows(points: Sequence[Point], lines: Sequence[str]) -> list[Spec]:
     return [
         {"name": name_of_bar(p), "line": printable(p.line), "y": p.y, "low": p.low, "high": p.high,
-         "doubted": p.doubted, "missing": printable(p.missing), "place": lines.index(printable(p.line))}
+         "doubted": p.doubted, "missing": why_missing(p), "place": lines.index(printable(p.line))}
         for p in points
     ]  # fmt: skip
 
@@ -464,7 +469,7 @@ def _lost(panel: Panel, placed: Sequence[Point], x: Spec, y: Spec, colour: Spec)
             "x": point.x,
             "y": height,
             "line": printable(point.line),
-            "why": printable(point.missing or str(point.y)),
+            "why": why_missing(point),
         }
         place = y if height is not None else _value(0)
         look = {"baseline": "top", "fontWeight": "bold", "dy": 2 + _LABEL_PX * words_at[point.x, height]}

@@ -150,11 +150,11 @@ def test_lanes_are_shares_of_the_time_and_idle_causes_have_colours_of_their_own(
 def test_a_row_of_bars_has_its_share_of_the_track_its_interval_and_its_doubt():
     points = (
         Point(line="a", name="x", y=50.0, low=25.0, high=100.0), Point(line="b", name="x", y=-100.0, doubted=True),
-        Point(line="a", name="y", y=0.0, missing="OOM"),
+        Point(line="a", name="y", y=0.0, missing="OOM"), Point(line="b", name="y", y=math.inf),
     )  # fmt: skip
     panel = Panel(x_title="", y_title="%", points=points, kind="bars")
-    first, second, third = bar_rows(panel)
-    assert (first.name, second.name, third.name) == ("x", "", "y")
+    first, second, third, fourth = bar_rows(panel)
+    assert (first.name, second.name, third.name, fourth.text) == ("x", "", "y", "inf")
     assert first.strips[0][:2] == (50.0, 25.0) and first.between == (62.5, 37.5) and first.text == "50"
     assert first.strips[0].said == "x, a: 50 (25 to 100)"
     assert second.strips[0][:2] == (0.0, 50.0) and second.strips[0].doubted and second.between is None

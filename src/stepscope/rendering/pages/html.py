@@ -41,6 +41,7 @@ from stepscope.rendering.charts import (
     line_widths,
     name_of_bar,
     series_of,
+    why_missing,
     x_ticks,
     y_scale,
     y_ticks,
@@ -208,7 +209,7 @@ def bar_rows(panel: Panel) -> list[BarRow]:
     of_name: dict[str, list[Point]] = {}
     for point in panel.points:
         of_name.setdefault(name_of_bar(point), []).append(point)
-    totals = [sum(point.y for point in points if not point.missing) for points in of_name.values()]
+    totals = [sum(point.y for point in points if point.is_drawn) for points in of_name.values()]
     values = totals if panel.kind == "stack" else [v for p in known for v in (p.y, p.low, p.high) if v is not None]
     low, high = log_ends or (min(0.0, *values), max(0.0, *values))
     place = _scale(low, high, (0.0, 100.0), log=log_ends is not None)
@@ -225,21 +226,20 @@ def bar_rows(panel: Panel) -> list[BarRow]:
     for (name, points), total in zip(of_name.items(), totals, strict=True):
         points.sort(key=lambda point: lines.index(printable(point.line)))
         if panel.kind == "stack":
-            ends = list(itertools.accumulate((0.0 if point.missing else point.y for point in points), initial=0.0))
+            ends = list(itertools.accumulate((point.y if point.is_drawn else 0.0 for point in points), initial=0.0))
             strips = [
                 strip(point, place(begin), place(end))
                 for point, begin, end in zip(points, ends, ends[1:], strict=False)
-                if not point.missing
+                if point.is_drawn
             ]
-            rows.append(BarRow(name, tuple(strips), None, f"{total:,.4g}" if strips else printable(points[0].missing)))
+            rows.append(BarRow(name, tuple(strips), None, f"{total:,.4g}" if strips else why_missing(points[0])))
             continue
         for i, point in enumerate(points):
-            strips = () if point.missing else (strip(point, ground, place(point.y)),)
+            strips = (strip(point, ground, place(point.y)),) if point.is_drawn else ()
             between = None
             if strips and point.low is not None and point.high is not None:
                 between = (round(place(point.low), 3), round(place(point.high) - place(point.low), 3))
-            text = printable(point.missing) if point.missing else f"{point.y:,.4g}"
-            rows.append(BarRow("" if i else name, strips, between, text))
+            rows.append(BarRow("" if i else name, strips, between, why_missing(point) or f"{point.y:,.4g}"))
     return rows
 
 
@@ -370,8 +370,8 @@ def _axes(
         if not one.is_drawn:  # at the height of its line's last point; at the top where the line has none
             at = round(x(one.x), 1), round(y(last[one.line]) if one.line in last else _TOP_PX, 1)
             taken[at] += 1
-            said = printable(one.missing or str(one.y))
-            words.append(Mark(colours[printable(one.line)], x=at[0], y=at[1] + 15 * taken[at], said=said))
+            height = at[1] + 15 * taken[at]
+            words.append(Mark(colours[printable(one.line)], x=at[0], y=height, said=why_missing(one)))
     return Axes(
         width=right + _RIGHT_PX,
         height=bottom + _BELOW_PX,
