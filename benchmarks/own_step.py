@@ -103,7 +103,7 @@ _TINY: dict[str, Any] = {
     "num_labels": 8,
 }
 _GUESSED_GIB = {
-    "llama-3.2-1b": (30, 90),
+    "llama-3.2-1b": (30, 75),
     "qwen2.5-0.5b": (14, 70),
     "gpt2-medium": (9, 50),
     "bert-base": (6, 20),
@@ -745,7 +745,11 @@ def race(asked: argparse.Namespace) -> None:
     sizes = [[job for job in plain.values() if job.size == size] for size in asked.sizes.split(",")]
     of_size = [[(document["cells"][job.cell], job) for job in jobs] for jobs in sizes]
     if asked.short:  # the compilers of all sizes side by side; what fills the memory waits behind what does not
-        first = [[first_jobs(cell, each, asked.only, short=True) for cell, each in cells] for cells in of_size]
+        most = (None, 2)  # of a size after the first, one way a side
+        first = [
+            [first_jobs(cell, each, asked.only, short=True)[: most[number > 0]] for cell, each in cells]
+            for number, cells in enumerate(of_size)
+        ]
         room().run([job for cells in first for job in sorted(_by_turns(cells), key=lambda job: job.gib > _LARGE_GIB)])
         of_size = [[pair for cells in of_size for pair in cells]]
     for cells in of_size:
