@@ -165,12 +165,13 @@ class Training:
     def _updates(self) -> int:
         """Calls of the optimizers' steps that were updates. A scaler that leaves one out does not call the step; that
         of a fused optimizer, which then does nothing, it calls all the same."""
-        return self._called - sum(float(found) != 0 for found in self._infinite)
+        infinite = int(torch.stack(self._infinite).count_nonzero()) if self._infinite else 0
+        return self._called - infinite
 
     def _count_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._called += 1
         if isinstance(found := getattr(optimizer, "found_inf", None), torch.Tensor):
-            self._infinite.append(found)
+            self._infinite.append(found.reshape(()))
         held = held_by([optimizer])
         for key, norm in self._before.items():
             if key in held or key not in self._held:
