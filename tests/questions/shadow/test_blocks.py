@@ -12,7 +12,15 @@ from stepscope.questions.one_model import OneModel, shadow
 from stepscope.questions.shadow import BY_LAYER, BY_PRODUCT, RECIPES, study_block_shadow
 from stepscope.questions.swallowed import study_swallowed
 from stepscope.questions.underflow import study_underflow
-from stepscope.training.scaled_products import PRODUCTS, Product, Recipe, block_products, first_and_last, round_blocks
+from stepscope.training.scaled_products import (
+    PRODUCTS,
+    BlockLoss,
+    Product,
+    Recipe,
+    block_products,
+    first_and_last,
+    round_blocks,
+)
 
 SMALL = configure("tiny", d_model=32, d_ff=64, layers=3, heads=2, vocabulary=101)
 NVFP4, MXFP4 = BLOCK_FORMATS["nvfp4"], BLOCK_FORMATS["mxfp4"]
@@ -71,12 +79,15 @@ def test_what_a_checkpoint_runs_again_is_in_blocks_too():
     model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     x = torch.randn(32, 64)
     gradients: list[list[Tensor | None]] = []
+    losses: list[BlockLoss] = []
     for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
         model.zero_grad()
-        with block_products(model, lambda path: Recipe(form=MXFP4)):
+        losses.append(loss := BlockLoss(MXFP4))
+        with block_products(model, lambda path, loss=loss: Recipe(form=MXFP4, seen=loss.seen)):
             run(x).square().sum().backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(map(torch.equal, *gradients))
+    assert losses[0].shares == losses[1].shares, "what is run again is not counted again"
 
 
 def test_first_and_last_layers():
