@@ -27,6 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
 from stepscope.kernels.documents import check_bounds, document_bounds
+from stepscope.kernels.flash.configuration import uncapped
 from stepscope.kernels.flash.tiled import FlashAttentionTiled
 from stepscope.kernels.operators import as_autocast, define, refuse_transforms, transformed_by_func, watched
 
@@ -154,6 +155,7 @@ def _backward(
         return dq, dk.zero_(), dv.zero_(), *(each.zero_() for each in of_scores)
     targets = (_dense_target(dq), _dense_target(dk), _dense_target(dv))
     configuration = tuning.backward_configuration(q, causal=causal)
+    configuration = configuration if seeds is None else uncapped(configuration)
     dense = _dense(gradient), _dense(q), _dense(k), _dense(v)
     statistics = launch.statistics_for(q, configuration)
     sums = launch.sums_for(

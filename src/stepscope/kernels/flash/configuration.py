@@ -1,5 +1,6 @@
 """Configurations of the FlashAttention kernels, and the defaults for calls that were never tuned."""
 
+import functools
 from typing import Literal
 
 import msgspec
@@ -174,6 +175,14 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(f"queries {self.queries}")
         parts += _flags(tma=self.tma, tma_reduce=self.tma_reduce, heads_first=not self.rows_first)
         return " ".join(parts)
+
+
+@functools.cache
+def uncapped(configuration: BackwardConfiguration) -> BackwardConfiguration:
+    """The configuration for dropout, which takes more registers than a cap that was chosen without it leaves."""
+    chosen = {"keys": configuration.keys, "queries": configuration.queries}
+    free = {name: tiles and msgspec.structs.replace(tiles, max_registers=None) for name, tiles in chosen.items()}
+    return msgspec.structs.replace(configuration, **free)
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
