@@ -794,8 +794,8 @@ class FusedSymbolicModel(SymbolicModel):
         _losses = tape.storage(4 * rows)
         of_hidden = tape.storage(hidden.elements * size)
         tape.storage(rows)  # which rows count
-        _kernel = tape.storage(size * weight.elements if weight.itemsize != size else 0)
-        _kernel = tape.storage(size * columns * self.d_model) if columns != vocabulary else _kernel
+        copied = weight.itemsize != size or columns != vocabulary
+        _kernel = tape.storage(size * columns * self.d_model if copied else 0)
         in_16_bits = rows <= chunk and weight.itemsize == size == 2
         of_weight = tape.storage((2 if in_16_bits else 4) * columns * self.d_model)
         _logits = tape.storage(chunk * columns * size)

@@ -28,7 +28,6 @@ PyTorch's is, and the gradients are zero.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -119,7 +118,7 @@ def _forward(
     if not rows:
         dweight = torch.zeros(weight.shape if of_weight else (0,), dtype=dweight_dtype, device=x.device)
         return losses.sum() / count, count, dx, dweight
-    kernel = _aligned(weight.to(x.dtype))
+    kernel = _aligned(weight, x.dtype)
     filled = kernel.shape[0]
     make = torch.empty if chunk >= rows else torch.zeros
     dweight = make(kernel.shape if of_weight else (0,), dtype=dweight_dtype, device=x.device)
@@ -142,10 +141,16 @@ def _forward(
     return losses.sum() / count, count, dx, dweight[:vocabulary]
 
 
-def _aligned(weight: Tensor) -> Tensor:
-    """The weight (V, M), with rows of zeros below it where rows of logits have more columns."""
-    missing = loss_columns(weight.shape[0]) - weight.shape[0]
-    return F.pad(weight, (0, 0, 0, missing)) if missing else weight
+def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight (V, M) in a dtype, with rows of zeros below it where rows of logits have more columns."""
+    vocabulary, width = weight.shape
+    columns = loss_columns(vocabulary)
+    if columns == vocabulary:
+        return weight.to(dtype)
+    longer = weight.new_empty(columns, width, dtype=dtype)
+    longer[:vocabulary].copy_(weight)
+    longer[vocabulary:].zero_()
+    return longer
 
 
 def _summed(x: Tensor) -> torch.dtype:

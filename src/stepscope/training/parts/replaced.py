@@ -775,7 +775,7 @@ class Joint:
         self.parts: dict[int, Tensor] = {}
 
     @property
-    def biases(self) -> list[Tensor]:
+    def biases(self) -> Sequence[Tensor]:
         """Of all layers, where each has one."""
         biases = [layer.bias for layer in self.layers]
         return [] if any(bias is None for bias in biases) else biases
