@@ -544,11 +544,15 @@ import sys
 from pathlib import Path
 sys.modules["vl_convert"] = None
 from stepscope.core.errors import InputError
+from stepscope.core.answer import Answer, Panel, Point
+from stepscope.rendering.picture import draw_svg
 from stepscope.rendering.plots import check_target
-try:
-    check_target(Path("plot.svg"))
-except InputError as error:
-    print(error)
+panel = Panel(x_title="", y_title="", points=(Point(line="a", y=1.0),), kind="points")
+for plot in (lambda: check_target(Path("x.svg")), lambda: draw_svg(Answer(study="", question="", panels=(panel,)))):
+    try:
+        plot()
+    except InputError as error:
+        print(error)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout == "cannot plot without vl_convert: pip install vl-convert-python\n"
+    assert result.stdout == 2 * "cannot plot without vl_convert: pip install vl-convert-python\n"

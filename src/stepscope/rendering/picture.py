@@ -23,9 +23,10 @@ def draw_svg(answer: Answer) -> str:
     from stepscope.rendering.plots import plot_spec, plot_svg  # noqa: PLC0415
 
     try:
-        return plot_svg(plot_spec(draw_answer(answer)))
+        chart = draw_answer(answer)
     except InputError:
         return ""
+    return plot_svg(plot_spec(chart))
 
 
 def draw_all(answers: Sequence[Answer]) -> list[str]:
