@@ -15,7 +15,7 @@ from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.readers import nsys_tables
+from stepscope.traces.readers import nsys, nsys_tables
 from stepscope.traces.table import TraceTable
 from tests.captures import CALLS, KERNELS, RANGES, STRINGS, Row, Tables, global_pid, global_tid, nvtx, write_sqlite
 
@@ -122,6 +122,7 @@ def test_every_row_and_phase_as_a_plain_reader_has_them(
     work, calls, ranges, by_phase = plainly(path)
     columns = ("start_ns", "duration_ns", "device", "stream", "name", "process", "correlation", "launch_ns")
     answers: list[Answer] = []
+    monkeypatch.setattr(nsys, "_MANY", (0, 1 << 20)[seed % 2])  # work is held narrow, too, or not
     for whole in (True, False):  # as frames, and held narrow
         table, phases, answer = _read(path, whole)
         answers.append(answer)

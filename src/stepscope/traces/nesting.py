@@ -5,6 +5,7 @@ Intervals of one track (a thread, say) are pushed and popped, so they nest; trac
 Where some do cross (ranges of several threads, times cut to microseconds), the last begun counts as the innermost.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -285,6 +286,18 @@ def union(intervals: pl.DataFrame, by: list[str], *, touching: bool = True) -> p
             (ends.arg_true() - begins + 1).alias("merged"),
         )
     )
+
+
+def by_stretches(
+    frame: pl.DataFrame, columns: list[str], make: Callable[[pl.DataFrame, int], pl.DataFrame]
+) -> pl.DataFrame:
+    """The frame with the columns that `make` makes of these and the number of their first row, 0; of a frame that is
+    held narrow, of a stretch of its rows after the other, so that the whole is never there."""
+    stretched = getattr(frame, "stretched", None)
+    if stretched is not None:
+        return stretched(columns, make)
+    made = make(frame.select(columns), 0)
+    return pl.concat([frame.drop(made.columns, strict=False), made], how="horizontal")
 
 
 def column_of(frame: pl.DataFrame, name: str) -> pl.Series:

@@ -12,7 +12,7 @@ from typing import Literal, cast
 import polars as pl
 
 from stepscope.core.errors import InputError
-from stepscope.traces.nesting import by_thread, column_of, is_one_value, values_of
+from stepscope.traces.nesting import by_stretches, by_thread, column_of, is_one_value, values_of
 
 # Counters of a capture: figures that a profiler recorded over time, beside what ran.
 
@@ -183,6 +183,8 @@ def empty(schema: pl.Schema) -> pl.DataFrame:
 def with_details(work: pl.DataFrame) -> pl.DataFrame:
     """Device work with all columns of DETAIL_SCHEMA, null where its reader did not give them."""
     rest = [name for name in work.columns if name not in DETAIL_SCHEMA]
+    if len(work.columns) == len(rest) + len(DETAIL_SCHEMA):
+        return work.select(*rest, *DETAIL_SCHEMA)
     details = (
         pl.col(name) if name in work.columns else pl.lit(None, dtype).alias(name)
         for name, dtype in DETAIL_SCHEMA.items()
@@ -238,8 +240,9 @@ _NO_LAUNCH = r"HostFunc|GraphAdd|Graph\w*Node|GetLaunch|CallConfiguration"
 
 _DENSE = 12
 """Ids lie close together where they span at most so many times their number."""
-_AT_ONCE = 1 << 18
-"""The most rows of which what is made on the way is held at once."""
+_AT_ONCE, _PLACED_AT_ONCE = 1 << 18, 1 << 22
+"""The most rows of which what is made on the way is held at once; and that are put in their places, all of which are
+copied each time."""
 _FEW_IDS = 2**44
 """Correlation ids below this, which is usual, share 64 bits with a number for their process."""
 
@@ -294,11 +297,14 @@ def with_launches(
         hosts = [frame for frame in (calls.filter(keyed), calls, operators) if frame is not None and frame.height]
         work = _with_process(work, calls.filter(keyed), hosts[0]["process"].unique() if hosts else None)
     call = _call_of(work, calls, keyed)
-    work = work.with_columns(
-        call.alias("launch_row"),
-        calls["start_ns"].gather(call).alias("launch_ns"),
-        column_of(calls, "thread").gather(call).alias("launch_thread"),
-    )
+    for column, name in (("start_ns", "launch_ns"), ("thread", "launch_thread")):  # of a million calls, each for itself
+        values = column_of(calls, column).alias(name)
+
+        def launched(some: pl.DataFrame, first: int, values: pl.Series = values) -> pl.DataFrame:
+            row = call[first : first + some.height]
+            return pl.DataFrame([row.alias("launch_row"), values.gather(row)])
+
+        work = by_stretches(work, ["start_ns"], launched)
     if arrows is not None and arrows.height:
         work = _filled(work, lambda rows: _from_arrows(rows, calls, arrows))
     if work.select((pl.col("external").is_not_null() & pl.col("launch_ns").is_null()).any()).item():
@@ -437,7 +443,7 @@ def _call_in_place(
         return None
     places = pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, last - first + 1)
     begin = 0
-    for part in calls.select(of_key).iter_slices(_AT_ONCE):
+    for part in calls.select(of_key).iter_slices(_PLACED_AT_ONCE):
         keys, rows = key(part), pl.int_range(begin, begin + part.height, dtype=pl.UInt32, eager=True)
         begin += part.height
         if keys.null_count():
@@ -540,11 +546,13 @@ def without_impossible_times(work: pl.DataFrame, others: Frames, damage: Damage)
             add_count(damage.endless, what, int(frame.select(endless.sum()).item()))
             frames[what] = frame.with_columns(pl.when(~endless).then("duration_ns").otherwise(0).alias("duration_ns"))
     work = frames.pop(WORK)
-    starts = [frame["start_ns"] for frame in (work, *frames.values()) if frame.height]
-    low = min((cast("int", one.min() or 0) for one in starts), default=0)
-    high = max((cast("int", one.max() or 0) for one in starts), default=0)
+    starts = [
+        (cast("int", one.min() or 0), cast("int", one.max() or 0), one.null_count())
+        for one in (frame["start_ns"] for frame in (work, *frames.values()) if frame.height)
+    ]
+    low, high = min((one[0] for one in starts), default=0), max((one[1] for one in starts), default=0)
     zero = (pl.col("start_ns") == 0) & (pl.col("duration_ns") == 0)
-    if high - low < FAR_NS and not any(one.null_count() for one in starts) and not work.select(zero.any()).item():
+    if high - low < FAR_NS and not any(one[2] for one in starts) and not work.select(zero.any()).item():
         return work, frames
 
     def is_near(time_ns: object) -> pl.Expr:
@@ -566,9 +574,16 @@ _NO_START = pl.col("start_ns").is_null() | ((pl.col("start_ns") == 0) & (pl.col(
 """Whether a row of work, joined to its launch, has no start. A start of 0 is none where the launch is later."""
 
 
-def _may_overlap(rows: pl.DataFrame, places: list[str]) -> bool:
+_TIMED = (pl.col("stream") >= 0) & (pl.col("duration_ns") > 0) & ~_NO_START
+_END_NS = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+
+
+def _may_overlap(work: pl.DataFrame, places: list[str]) -> bool:
     """Whether some row begins well before the end of the one before it in its place, where none need be sorted."""
-    alone = all(is_one_value(rows[place]) for place in places)
+    alone = all(is_one_value(values_of(work, place)) for place in places)
+    kept = [*(places if not alone else ()), "start_ns", _END_NS]
+    slices = work.select(*places, "start_ns", "duration_ns", "launch_ns").iter_slices(_AT_ONCE)
+    rows = pl.concat(some.filter(_TIMED).select(kept) for some in slices)
     for one in [rows] if alone else rows.partition_by(places):
         start_ns, end_ns = one["start_ns"], one["end_ns"]
         if not start_ns.is_sorted():
@@ -587,12 +602,10 @@ def cut_at_the_next(work: pl.DataFrame, calls: pl.DataFrame, damage: Damage) -> 
     more begins in it too, or the call of that work cannot begin it early.
     """
     places = ["process", "device", "stream"]
-    timed = (pl.col("stream") >= 0) & (pl.col("duration_ns") > 0) & ~_NO_START
-    end_ns = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
-    rows = work.select(*places, "start_ns", end_ns, "launch_ns", "duration_ns", "launch_row").with_row_index("row")
-    rows = rows.filter(timed)
-    if not _may_overlap(rows, places):
+    if not _may_overlap(work, places):
         return work, damage
+    rows = work.select(*places, "start_ns", _END_NS, "launch_ns", "duration_ns", "launch_row").with_row_index("row")
+    rows = rows.filter(_TIMED)
     rows = rows.sort(*places, "start_ns", "end_ns")
     begins_within = pl.col("start_ns").shift(-1) < pl.col("end_ns") - _SHORT_NS
     on_one_stream = pl.all_horizontal(pl.col(column) == pl.col(column).shift(-1) for column in places)
@@ -667,7 +680,8 @@ def assemble(table: TraceTable, path: Path, *, arrows: pl.DataFrame | None = Non
     work, others = without_impossible_times(work, others, damage)
     calls, operators, ranges, links, collectives, counters = others.values()
     for frame in (work, calls, ranges, operators):
-        if frame["duration_ns"].cast(pl.Float64).sum() >= LARGEST_NS:
+        parts = frame.select("duration_ns").iter_slices(_AT_ONCE)
+        if sum(float(part["duration_ns"].cast(pl.Float64).sum()) for part in parts) >= LARGEST_NS:
             raise InputError(f"{path}: durations add up to more than any clock can say: this capture is damaged")
     copies = work["kind"].is_in(pl.Series(COPIES, dtype=KIND).implode())
     if not copies.is_sorted():

@@ -7,8 +7,9 @@ number).
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
@@ -26,14 +27,24 @@ from stepscope.core.range_names import (
     STEP,
 )
 from stepscope.traces.kernels.families import FAMILIES, classify
-from stepscope.traces.nesting import Nest, by_thread, column_of, lasting, numbered, open_rows, renumbered, union
+from stepscope.traces.nesting import (
+    Nest,
+    by_stretches,
+    by_thread,
+    column_of,
+    lasting,
+    numbered,
+    open_rows,
+    renumbered,
+    union,
+)
 from stepscope.traces.table import COPIES, KIND, TraceTable, fits, named
 
 # A lookup of the innermost named range open on a thread at a moment, among up to a million ranges.
 
 
 _STRETCH = 1 << 19
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 18
 """The most rows of which what is made on the way is held at once."""
 
 
@@ -63,6 +74,8 @@ class Places:
         answers = []
         for stretch, (first, last) in enumerate(pairwise([*self._cuts, self._intervals.height]), 1):
             queries = moments.filter(pl.col("stretch") == stretch)
+            if not queries.height:
+                continue
             part = self._intervals[first:last]
             rows = Nest(part, "track").innermost(queries["track"], queries["time_ns"])
             answers.append(queries.select("query", gather(part["name"], rows).alias(alias)).drop_nulls())
@@ -381,8 +394,8 @@ def _instances(few: pl.DataFrame) -> pl.DataFrame:
 
 def attribute(table: TraceTable) -> Attribution:
     """Attribute every row of the table's work."""
-    work = table.work.with_columns(numbered(table.work, ["process", "launch_thread"]).alias("track"))
-    threads = work.select("track", "process", pl.col("launch_thread").alias("thread")).unique("track")
+    track = numbered(table.work, ["process", "launch_thread"]).alias("track")
+    threads = _threads(table.work, track)
     kinds: dict[RangeKind, list[str]] = {kind: [] for kind in RANGE_KINDS}
     for name in table.ranges["name"].unique().to_list():
         kinds[range_kind(name)].append(name)
@@ -399,14 +412,69 @@ def attribute(table: TraceTable) -> Attribution:
     few = few.filter(~_recomputed(few))
     modules = _modules(_named(table.ranges, kinds["module"], threads), few, threads)
     parts = Places(_named(table.ranges, kinds["part"], threads))
-    work = work.with_columns(
-        modules.name_at(work["track"], work["launch_ns"], "module"),
-        parts.name_at(work["track"], work["launch_ns"], "part"),
-        _phase(work, few, threads),
-        _step(work, few),
-    )
+    recomputed = Places(_named(table.ranges, [RECOMPUTATION], threads)) if RECOMPUTATION in kinds["module"] else None
     operators = _on_threads(table.operators.with_row_index("row"), threads)
-    work, forwards = with_found_phases(work, operators, table, threads)
+    forwards, links = _NO_FORWARDS, (0, 0)
+    anywhere = cache(lambda: Nest(lasting(union(table.ranges, ["process"])), "process"))
+
+    def placed(some: pl.DataFrame, first: int) -> pl.DataFrame:
+        nonlocal forwards, links
+        work = some.with_columns(track[first : first + some.height])
+        work = work.with_columns(
+            modules.name_at(work["track"], work["launch_ns"], "module"),
+            parts.name_at(work["track"], work["launch_ns"], "part"),
+            _phase(work, few, threads),
+            _step(work, few),
+        )
+        work, found = with_found_phases(work, operators, table, threads)
+        forwards = found if found.height else forwards
+        work = _with_operators(work, operators, table, anywhere)
+        work, *links = _through_forward(work, operators, table, (modules, parts), threads)
+        if recomputed is not None:  # an NVTX tool records no operators: such work is known by the range around it
+            again = recomputed.name_at(work["track"], work["launch_ns"], RECOMPUTATION).is_not_null()
+            work = work.with_columns(pl.col("_recomputes") | again)
+        work = work.with_columns(_families(work)).with_columns(_ROLE)
+        in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
+        root = pl.lit(ROOT, pl.Categorical())
+        work = work.with_columns(pl.when(in_phase).then(root).otherwise("module").alias("module"))
+        work = work.select(_PLACES)
+        absent = [name for name in ("part", "operator", "operator_row") if work[name].null_count() == work.height]
+        return work.with_columns(pl.lit(None, work.schema[name]).alias(name) for name in absent)  # held as one value
+
+    # Operators are nested anew for each stretch of work, so beside them there is one.
+    whole = table.work if not operators.height else table.work.select(pl.all())
+    work = by_stretches(whole, ["process", "launch_thread", "launch_ns", "name", "device", "kind"], placed)
+    checked, agree = links
+    return Attribution(
+        table=table,
+        work=work,
+        instances=_instances(few),
+        links_checked=checked,
+        links_agree=agree,
+        forwards=forwards,
+    )
+
+
+_PLACES = (
+    "module", "part", "phase", "step", "found_by", "ranged", "operator_row", "operator", "family", "role"
+)  # fmt: skip
+
+
+def _threads(work: pl.DataFrame, track: pl.Series) -> pl.DataFrame:
+    """The threads that launch work: track, process, thread."""
+    parts, first = [], 0
+    for some in work.select("process", pl.col("launch_thread").alias("thread")).iter_slices(_AT_ONCE):
+        parts.append(some.select(track[first : first + some.height], "process", "thread").unique("track"))
+        first += some.height
+    nothing = {"track": track.dtype, "process": pl.Int64, "thread": pl.Int64}
+    return pl.concat([pl.DataFrame(schema=nothing), *parts]).unique("track")
+
+
+def _with_operators(
+    work: pl.DataFrame, operators: pl.DataFrame, table: TraceTable, anywhere: Callable[[], Nest]
+) -> pl.DataFrame:
+    """The work with the operator that launched each row, and whether a range was open at its launch: `anywhere` nests
+    the stretches of a process in which some is."""
     if table.on_cpu:
         operator_row = by_thread(table.operators).order  # the row is the operator itself
     else:
@@ -414,32 +482,11 @@ def attribute(table: TraceTable) -> Attribution:
     # Whether each launch lies in any range of its process, or has a place without one.
     ranged = work.select(pl.any_horizontal(pl.col("phase", "module", "step").is_not_null())).to_series()
     if not ranged.all():
-        merged = lasting(union(table.ranges, ["process"]))
-        ranged |= Nest(merged, "process").innermost(column_of(work, "process"), work["launch_ns"]).is_not_null()
-    work = work.with_columns(
+        ranged |= anywhere().innermost(column_of(work, "process"), work["launch_ns"]).is_not_null()
+    return work.with_columns(
         ranged.alias("ranged"),
         operator_row.alias("operator_row"),
         gather(table.operators["name"], operator_row).alias("operator"),
-    )
-    work, checked, agree = _through_forward(work, operators, table, (modules, parts), threads)
-    if RECOMPUTATION in kinds["module"]:
-        # An NVTX tool records no operators. Recomputed work is known by the range around it.
-        recomputed = Places(_named(table.ranges, [RECOMPUTATION], threads))
-        again = recomputed.name_at(work["track"], work["launch_ns"], RECOMPUTATION).is_not_null()
-        work = work.with_columns(pl.col("_recomputes") | again)
-    work = work.with_columns(_families(work))
-    work = work.with_columns(_ROLE)
-    in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
-    work = work.with_columns(pl.when(in_phase).then(pl.lit(ROOT, pl.Categorical())).otherwise("module").alias("module"))
-    work = work.drop("track", "_accumulates", "_recomputes")
-    absent = [name for name in ("part", "operator", "operator_row") if work[name].null_count() == work.height]
-    return Attribution(
-        table=table,
-        work=work.with_columns(pl.lit(None, work.schema[name]).alias(name) for name in absent),  # held as one value
-        instances=_instances(few),
-        links_checked=checked,
-        links_agree=agree,
-        forwards=forwards,
     )
 
 

@@ -247,15 +247,15 @@ def durations_cut(summary: TraceSummary) -> Finding | None:
 def clocks_disagree(summary: TraceSummary) -> Finding | None:
     """A finding on device work that begins before the call that launched it, or all of it long after."""
     table = summary.attribution.table
-    known = table.work.filter(pl.col("launch_row").is_not_null() & (pl.col("duration_ns") > 0))
-    if table.on_cpu or not known.height:
+    known = pl.col("launch_row").is_not_null() & (pl.col("duration_ns") > 0)
+    delay = table.work.select((pl.col("start_ns") - pl.col("launch_ns")).filter(known)).to_series()
+    if table.on_cpu or not len(delay):
         return None
-    delay = known["start_ns"] - known["launch_ns"]
-    early, rows = delay.filter(delay < -_TICK_NS), format_count(known.height)
+    early, rows = delay.filter(delay < -_TICK_NS), format_count(len(delay))
     least = cast("int", delay.min())
-    evidence: dict[str, int] = {"rows": known.height, "of": known.height, "least_ns": least}
+    evidence: dict[str, int] = {"rows": len(delay), "of": len(delay), "least_ns": least}
     if early.len():
-        evidence = {"rows": early.len(), "of": known.height, "most_ns": -least, "of_all_ns": -int(early.sum())}
+        evidence = {"rows": early.len(), "of": len(delay), "most_ns": -least, "of_all_ns": -int(early.sum())}
         differ = (
             f"{format_count(early.len())} of {rows} {WORK} begin before the call that launched them, by up to "
             f"{format_seconds(-least * 1e-9)}: the clocks of device and host disagree"
@@ -330,7 +330,7 @@ def ranges_missing(summary: TraceSummary) -> Finding | None:
     table = attribution.table
     if table.profiler != "Nsight Systems":
         return None
-    if any(attribution.work.select(pl.col("step", "phase", "module").count()).row(0)):
+    if any(attribution.work.select(pl.col(name).count() for name in ("step", "phase", "module")).row(0)):
         return None
     modules = sum(range_kind(str(name)) != "aside" for name in table.ranges["name"].to_list())
     how = "" if "nvtx" in table.traced else "capture with `nsys profile --trace=cuda,nvtx` and "

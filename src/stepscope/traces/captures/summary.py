@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import msgspec
 import polars as pl
@@ -126,17 +125,22 @@ def critical_path(
     None for a CPU trace, and if the device has no such step.
     """
     end_ns = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
-    places = ("device", "stream", "process", "launch_ns", "launch_thread", "name", "family", "phase", "step")
-    work = attribution.work.select("start_ns", "duration_ns", *places, end_ns).filter(pl.col("duration_ns") > 0)
+    lasting = pl.col("duration_ns") > 0
+    work = attribution.work
     if attribution.table.on_cpu or not work.height:
         return None
     if device is None:
-        device = int(cast("int", work.filter(pl.col("end_ns") == pl.col("end_ns").max())["device"].max()))
-    work = work.filter(pl.col("device") == device)
-    window = _step_window(work, step)
+        last = work.select(pl.col("device").filter(lasting & (end_ns == end_ns.filter(lasting).max())).max()).item()
+        if last is None:
+            return None
+        device = int(last)
+    window = _step_window(work, (pl.col("device") == device) & lasting, end_ns, step)
     if window is None:
         return None
     chosen, begin, end = window
+    places = ("device", "stream", "process", "launch_ns", "launch_thread", "name", "family", "phase", "step")
+    near = (end_ns >= begin) & (pl.col("start_ns") < end) & (pl.col("device") == device) & lasting
+    work = work.select("start_ns", "duration_ns", *places).filter(near).with_columns(end_ns)
     inside = work.filter((pl.col("end_ns") >= begin) & (pl.col("start_ns") < end) & (pl.col("end_ns") <= end))
     walk = _Walk(inside.sort("start_ns", "end_ns", "stream"), attribution, begin)
     segments = _described(walk.segments(), walk.work)
@@ -151,15 +155,23 @@ def critical_path(
     )
 
 
-def _step_window(work: pl.DataFrame, step: int | None) -> tuple[int | None, int, int] | None:
-    """The step, begin and end of a step of one device's work: this one, or else that of median duration.
+def _step_window(
+    work: pl.DataFrame, counts: pl.Expr, end_ns: pl.Expr, step: int | None
+) -> tuple[int | None, int, int] | None:
+    """The step, begin and end of a step of the work that counts: this one, or else that of median duration.
 
     If no step is marked, all work is one step. The shorter of two counts as the median, without the first step if there
     are others: it is measured apart.
     """
-    marked = work.filter(pl.col("step").is_not_null())
-    first_call = pl.min_horizontal("launch_ns", "start_ns").min().alias("first_ns")
-    ends = (marked if marked.height else work).group_by("step").agg(first_call, pl.col("end_ns").max())
+    first_call, last_end = pl.min_horizontal("launch_ns", "start_ns").min().alias("first_ns"), end_ns.max()
+    columns = ["step", "launch_ns", "start_ns", "duration_ns", "device"]
+    parts = [
+        some.filter(counts).group_by("step").agg(first_call, last_end)
+        for some in work.select(columns).iter_slices(1 << 20)
+    ]
+    ends = pl.concat(parts).group_by("step").agg(pl.col("first_ns").min(), pl.col("end_ns").max())
+    marked = ends.filter(pl.col("step").is_not_null())
+    ends = marked if marked.height else ends
     begin = pl.coalesce(pl.col("end_ns").shift(1), "first_ns").alias("begin_ns")
     steps = ends.sort("end_ns", "step").select("step", begin, "end_ns").filter(pl.col("begin_ns") < pl.col("end_ns"))
     if step is not None:
@@ -506,19 +518,17 @@ class TraceSummary:
         attribution = self.attribution
         if attribution.table.on_cpu or self.ranged or not attribution.kernels.height:
             return {}
-        end_ns = pl.col("start_ns") + pl.col("duration_ns")
         ordered = attribution.kernels.select("device", "phase", "kind", "start_ns", "duration_ns")
-        ordered = ordered.filter(pl.col("kind") != "graph")
         if not (is_one_value(values_of(ordered, "device")) and ordered["start_ns"].is_sorted()):
             ordered = ordered.sort("device", "start_ns")
-        changes = pl.any_horizontal(
-            pl.col(name).ne_missing(pl.col(name).shift(1)).fill_null(True) for name in ("device", "phase")
-        )
+        end_ns = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+        times = ("device", "phase", "start_ns", end_ns)
+        slices = ordered.iter_slices(1 << 18)
+        parts = [_passes(some.filter(pl.col("kind") != "graph").select(times)) for some in slices]
         passes = (
-            ordered.group_by(changes.cum_sum().alias("pass"), "phase")
-            .agg((end_ns.max() - pl.col("start_ns").min()).alias("span"))
+            _passes(pl.concat(parts))
             .group_by("phase")
-            .agg(pl.len().alias("passes"), pl.col("span").sum())
+            .agg(pl.len().alias("passes"), (pl.col("end_ns") - pl.col("start_ns")).sum().alias("span"))
         )
         opened = Counter(attribution.instances["what"].to_list())
         devices = values_of(attribution.kernels, "device").n_unique()
@@ -693,6 +703,17 @@ class TraceSummary:
         by_role = dict(totals.iter_rows())
         wanted = (GRADIENT_ACCUMULATION, RECOMPUTATION, "communication")
         return {role: by_role[role] / self.steps for role in wanted if by_role.get(role)}
+
+
+def _passes(times: pl.DataFrame) -> pl.DataFrame:
+    """Times by device and start (device, phase, start_ns, end_ns), those of one phase that follow each other as one."""
+    place = ("device", "phase")
+    changes = pl.any_horizontal(pl.col(name).ne_missing(pl.col(name).shift(1)).fill_null(True) for name in place)
+    return (
+        times.group_by(changes.cum_sum().alias("pass"), *place, maintain_order=True)
+        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+        .drop("pass")
+    )
 
 
 def _expected_products(workload: TextbookWorkload, phase: str) -> int | None:

@@ -7,11 +7,14 @@ short texts in a table without a key of its own. SQLite reads the rest.
 """
 
 import contextlib
+import ctypes
+import mmap
 import os
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -125,16 +128,35 @@ def piece_of(frame: pl.DataFrame, names: Names) -> Piece:
     return Piece(frame.height, columns)
 
 
+_PIECE = 1 << 15
+"""The most rows that are held narrow together: the times of more lie too far apart for 32 bits."""
+_ROOM_BYTES = 1 << 18
 _STRETCH = 1 << 20
 """The most rows that are looked at at once where they are held narrow."""
-_NUMBERED = ("name", "kind")
-"""Columns of numbers that stand for texts."""
 _OFFSETS = (np.uint8, np.uint16, np.uint32)
 _Held = tuple[int, Array | None]
 """The least number of a column, and how far each lies above it: None where all are the least."""
+_Piece = tuple[int, dict[str, _Held]]
+"""How many rows, and their columns."""
 
 
-def _narrow(column: Column) -> _Held:
+class _Room:
+    """Memory of its own for what is kept of a column: among what is soon given back, it would keep that from the
+    system, which more than doubles what a process takes."""
+
+    def __init__(self) -> None:
+        self._block, self._used = np.empty(0, np.uint8), 0
+
+    def array(self, length: int, dtype: Any) -> Array:
+        size = length * np.dtype(dtype).itemsize
+        if self._used + size > len(self._block):
+            self._block, self._used = np.frombuffer(mmap.mmap(-1, max(size, _ROOM_BYTES)), np.uint8), 0
+        array = self._block[self._used : self._used + size].view(dtype)
+        self._used += -(-size // 8) * 8
+        return array
+
+
+def _narrow(column: Column, room: _Room) -> _Held:
     """The column in as few bytes as its numbers need."""
     if isinstance(column, int):
         return column, None
@@ -142,9 +164,8 @@ def _narrow(column: Column) -> _Held:
     if low == high:
         return low, None
     dtype = next((dtype for dtype in _OFFSETS if high - low <= np.iinfo(dtype).max), None)
-    if dtype is None:
-        return 0, column.astype(np.int64)
-    offsets = np.empty(len(column), dtype)
+    offsets = room.array(len(column), dtype or np.int64)
+    low = low if dtype else 0
     np.subtract(column, low, out=offsets, casting="unsafe")
     return low, offsets
 
@@ -159,31 +180,33 @@ class Rows:
     def __init__(self, schema: pl.Schema, series: Callable[[Array, str, pl.DataType], pl.Series]) -> None:
         """`series` makes a column of the schema of numbers that are held."""
         self.schema, self.columns, self.height = schema, schema.names(), 0
-        self._series = series
-        self._pieces: list[tuple[int, dict[str, _Held]]] = []
+        self.series = series
+        self.pieces: list[_Piece] = []
+        self._rooms = defaultdict[str, _Room](_Room)
 
     def add(self, height: int, columns: dict[str, Column]) -> None:
         """Add rows, with the same columns each time."""
-        for first in range(0, height, BATCH_ROWS):
-            last = min(first + BATCH_ROWS, height)
+        for first in range(0, height, _PIECE):
+            last = min(first + _PIECE, height)
             some = {name: one if isinstance(one, int) else one[first:last] for name, one in columns.items()}
-            self._pieces.append((last - first, {name: _narrow(one) for name, one in some.items()}))
+            held = {name: _narrow(one, self._rooms[name]) for name, one in some.items()}
+            self.pieces.append((last - first, held))
         self.height += height
 
     def cut(self, height: int) -> None:
         """Forget all pieces after the first so many rows."""
         while self.height > height:
-            self.height -= self._pieces.pop()[0]
+            self.height -= self.pieces.pop()[0]
 
     def has(self, name: str) -> bool:
-        return any(name in columns for _, columns in self._pieces[:1])
+        return any(name in columns for _, columns in self.pieces[:1])
 
-    def numbers(self, name: str, pieces: list[tuple[int, dict[str, _Held]]] | None = None) -> Column:
+    def numbers(self, name: str, pieces: list[_Piece] | None = None) -> Column:
         """A column, of some pieces or all; one value where it has no other. NO_NUMBER where there is none."""
-        held = [(height, *columns.get(name, (NO_NUMBER, None))) for height, columns in pieces or self._pieces]
+        held = [(height, *columns.get(name, (NO_NUMBER, None))) for height, columns in pieces or self.pieces]
         if all(above is None and least == held[0][1] for _, least, above in held):
             return held[0][1] if held else NO_NUMBER
-        few = name in _NUMBERED
+        few = isinstance(self.schema.get(name), pl.Categorical | pl.Enum)  # numbers that stand for texts
         column, at = np.empty(sum(height for height, _, _ in held), np.uint32 if few else np.int64), 0
         for height, least, above in held:
             part = column[at : at + height]
@@ -199,21 +222,23 @@ class Rows:
         frame = pl.DataFrame(made or {}) if made else pl.DataFrame(height=self.height)
         for name in self.schema:
             if name not in frame.columns:
-                frame = frame.with_columns(self._column(name, self._pieces))
-                for _, columns in self._pieces:
+                frame = frame.with_columns(self._column(name, self.pieces))
+                for _, columns in self.pieces:
                     columns.pop(name, None)
-        self._pieces = []
+        self.pieces = []
         return frame.select(*self.columns, *(made or {})) if self.height else pl.DataFrame(schema=self.schema)
 
-    def _column(self, name: str, pieces: list[tuple[int, dict[str, _Held]]]) -> pl.Series | pl.Expr:
+    def _column(self, name: str, pieces: list[_Piece]) -> pl.Series | pl.Expr:
         column, dtype = self.numbers(name, pieces), self.schema[name]
         if not isinstance(column, int):
-            return self._series(column, name, dtype).alias(name)
+            return self.series(column, name, dtype).alias(name)
         # Held as one value: of a million rows, each such column saves 8 MB.
-        one = None if column == NO_NUMBER else self._series(np.array([column]), name, dtype).item()
+        one = None if column == NO_NUMBER else self.series(np.array([column]), name, dtype).item()
         return pl.lit(one, dtype).alias(name)
 
-    def _made(self, names: list[str], pieces: list[tuple[int, dict[str, _Held]]]) -> pl.DataFrame:
+    def _made(self, names: list[str], pieces: list[_Piece]) -> pl.DataFrame:
+        if not pieces:
+            return self.clear().select(names)
         columns = [self._column(name, pieces) for name in names]
         if all(isinstance(column, pl.Series) for column in columns):
             return pl.DataFrame(columns)
@@ -221,13 +246,47 @@ class Rows:
 
     # What a frame answers.
 
+    def stretched(self, columns: list[str], make: Callable[[pl.DataFrame, int], pl.DataFrame]) -> "Rows":
+        """The rows with the columns that are made of these columns of each stretch and the number of its first row."""
+        made, first = Narrowed(), 0
+        for some in self.select(columns).iter_slices(_STRETCH):
+            made.add(make(some, first), self.heights(first, first + some.height))
+            first += some.height
+        return made.beside(self)
+
+    def heights(self, first: int, last: int) -> list[int]:
+        """The heights of the pieces of these rows."""
+        return [height for height, _ in self._between(first, last)]
+
+    def head(self, n: int) -> "Rows":
+        """The first so many rows."""
+        return self._view(self.schema, self._between(0, n))
+
+    def _view(self, schema: pl.Schema, pieces: list[_Piece]) -> "Rows":
+        some = Rows(schema, self.series)
+        some.height, some.pieces = sum(height for height, _ in pieces), pieces
+        return some
+
+    def _between(self, first: int, last: int) -> list[_Piece]:
+        """The rows from the first until before the last."""
+        pieces, begin = list[_Piece](), 0
+        for height, columns in self.pieces:
+            low, high = max(first - begin, 0), min(last - begin, height)
+            if low == 0 and high == height:
+                pieces.append((height, columns))
+            elif low < high:
+                part = {name: (least, None if on is None else on[low:high]) for name, (least, on) in columns.items()}
+                pieces.append((high - low, part))
+            begin += height
+        return pieces
+
     def iter_slices(self, n_rows: int = BATCH_ROWS) -> Iterator[pl.DataFrame]:
         """The rows in frames of about so many."""
         return (self._made(self.columns, pieces) for pieces in self._stretches(n_rows))
 
-    def _stretches(self, rows: int) -> Iterator[list[tuple[int, dict[str, _Held]]]]:
-        pieces, height = list[tuple[int, dict[str, _Held]]](), 0
-        for piece in self._pieces:
+    def _stretches(self, rows: int) -> Iterator[list[_Piece]]:
+        pieces, height = list[_Piece](), 0
+        for piece in self.pieces:
             if pieces and height + piece[0] > rows:
                 yield pieces
                 pieces, height = [], 0
@@ -237,28 +296,50 @@ class Rows:
             yield pieces
 
     def __getitem__(self, key: Any) -> Any:
-        if not isinstance(key, str):
-            return self._whole()[key]
-        return self._made([key], self._pieces).to_series() if self.height else self.clear()[key]
+        if not self.height:
+            return self.clear()[key]
+        if isinstance(key, str):
+            return self._made([key], self.pieces).to_series()
+        if isinstance(key, slice):
+            first, last, _ = key.indices(self.height)
+            return self._made(self.columns, self._between(first, last))
+        # Only the pieces that hold one of these rows are made.
+        rows, heights = pl.Series(key, dtype=pl.Int64).to_numpy(), np.array([height for height, _ in self.pieces])
+        ends = np.cumsum(heights)
+        piece = np.searchsorted(ends, rows, side="right")
+        needed = np.flatnonzero(np.bincount(piece, minlength=len(ends)))
+        moved = np.zeros(len(ends), np.int64)
+        moved[needed] = np.cumsum(heights[needed]) - ends[needed]
+        made = self._made(self.columns, [self.pieces[number] for number in needed.tolist()])
+        return made[pl.Series(rows + moved[piece])]
+
+    def item(self, row: int, column: str) -> Any:
+        return self.select(column)[row : row + 1].item()
 
     def clear(self) -> pl.DataFrame:
         return pl.DataFrame(schema=self.schema)
 
     def select(self, *columns: Any, **more: Any) -> Any:
         """These columns, which are made when they are asked for in their turn."""
-        named: list[Any] = [*columns[0]] if len(columns) == 1 and isinstance(columns[0], list) else [*columns]
-        if more or not all(isinstance(name, str) for name in named):
-            return self._whole().select(*columns, **more)
-        some = Rows(pl.Schema({name: self.schema[name] for name in named}), self._series)
-        some.height, some._pieces = self.height, self._pieces
-        return some
+        asked: list[Any] = list(columns)
+        if len(asked) == 1 and not isinstance(asked[0], str | pl.Expr | pl.Series):
+            asked = list(asked[0])
+        if not more and all(isinstance(name, str) for name in asked):
+            return self._view(pl.Schema({name: self.schema[name] for name in asked}), self.pieces)
+        needed = self._needed([*asked, *more.values()])
+        return self._made(needed, self.pieces).select(*asked, **more)
+
+    def _needed(self, asked: list[Any]) -> list[str]:
+        """The columns of which these are made; all, where they do not say."""
+        made = [one for one in asked if not isinstance(one, pl.Series)]
+        roots = [[one] if isinstance(one, str) else one.meta.root_names() for one in made]
+        return list(dict.fromkeys(chain(*roots))) if all(roots) else self.columns
 
     def filter(self, *predicates: Any) -> pl.DataFrame:
         """The rows for which these hold. Of a stretch without such rows, no other columns are made."""
         if not all(isinstance(one, pl.Expr) for one in predicates):
             return self._whole().filter(*predicates)
-        holds = pl.all_horizontal(*predicates).alias("holds")
-        asked = holds.meta.root_names()
+        holds, asked = pl.all_horizontal(*predicates).alias("holds"), self._needed(list(predicates))
         chosen = [self.clear()]
         for pieces in self._stretches(_STRETCH):
             mask = self._made(asked, pieces).select(holds).to_series().fill_null(False)
@@ -267,12 +348,86 @@ class Rows:
         return pl.concat(chosen)
 
     def _whole(self) -> pl.DataFrame:
-        return self._made(self.columns, self._pieces) if self.height else self.clear()
+        return self._made(self.columns, self.pieces)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._whole(), name)
+
+
+class _Texts:
+    """The different texts of a column of categories, numbered as they come; null is the first."""
+
+    def __init__(self, dtype: pl.DataType) -> None:
+        self.known = pl.Series([None], dtype=dtype)
+        self._numbers = np.zeros(1, np.int64)
+        """By the number that polars has for a text, and one more: its number here, or -1."""
+
+    def numbers(self, column: pl.Series) -> Array:
+        at = column.to_physical().cast(pl.Int64).fill_null(-1).to_numpy() + 1
+        if (more := int(at.max()) + 1 - len(self._numbers)) > 0:
+            self._numbers = np.append(self._numbers, np.full(more, -1))
+        if (numbers := self._numbers[at]).min() >= 0:
+            return numbers
+        texts = column.unique().drop_nulls()
+        places = texts.to_physical().cast(pl.Int64).to_numpy() + 1
+        fresh = np.flatnonzero(self._numbers[places] < 0)
+        self._numbers[places[fresh]] = np.arange(len(self.known), len(self.known) + len(fresh))
+        self.known = pl.concat([self.known, texts[pl.Series(fresh)]], rechunk=True)
+        return self._numbers[at]
+
+
+class Narrowed:
+    """Makes rows that are held narrow of frames of one schema, whose numbers are whole, or null."""
+
+    def __init__(self) -> None:
+        self._texts = dict[str, _Texts]()
+        self.rows: Rows | None = None
+
+    def add(self, frame: pl.DataFrame, heights: list[int] | None = None) -> None:
+        """Add a frame, whose pieces have these heights."""
+        if self.rows is None:
+            self.rows = Rows(frame.schema, self._series)
+            texts = {name: one for name, one in frame.schema.items() if isinstance(one, pl.Categorical | pl.Enum)}
+            self._texts = {name: _Texts(dtype) for name, dtype in texts.items()}
+        columns = {name: self._numbers(frame, name) for name in frame.columns}
+        first = 0
+        for height in heights or [frame.height]:
+            some = {n: one if isinstance(one, int) else one[first : first + height] for n, one in columns.items()}
+            self.rows.add(height, some)
+            first += height
+        if give_back := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc alone, which keeps what is freed
+            give_back(0)
+
+    def _numbers(self, frame: pl.DataFrame, name: str) -> Column:
+        column = frame.select(name)
+        if frame.schema[name] != pl.Boolean and column.estimated_size() < frame.height:  # one value
+            column = column.head(1)
+        if name in self._texts:
+            numbers = self._texts[name].numbers(column.to_series())
+        else:
+            numbers = column.to_series().cast(pl.Int64).fill_null(NO_NUMBER).to_numpy()
+        return numbers if len(numbers) == frame.height else int(numbers[0])
+
+    def _series(self, column: Array, name: str, dtype: pl.DataType) -> pl.Series:
+        if name in self._texts:
+            return self._texts[name].known[pl.Series(column, dtype=pl.UInt32)]
+        numbers = pl.Series(column)
+        return (numbers.set(numbers == NO_NUMBER, None) if column.min() == NO_NUMBER else numbers).cast(dtype)
+
+    def beside(self, rows: Rows) -> Rows:
+        """These columns beside those of rows of the same pieces, in whose place they stand."""
+        made = self.rows
+        assert made is not None
+
+        def series(column: Array, name: str, dtype: pl.DataType) -> pl.Series:
+            return (made.series if name in made.schema else rows.series)(column, name, dtype)
+
+        both = Rows(pl.Schema({**rows.schema, **made.schema}), series)
+        pieces = zip(rows.pieces, made.pieces, strict=True)
+        both.height, both.pieces = rows.height, [(height, {**old, **new}) for (height, old), (_, new) in pieces]
+        return both
 
 
 class SqliteTables:
@@ -503,7 +658,7 @@ class PlainTable:
         """`numbers`, `texts`: the places of the columns that are wanted."""
         self._path, self._root, self._numbers = path, root, numbers
         self._last = max([*numbers, *texts])
-        self._texts = {place: _Texts(names) for place in texts}
+        self._texts = {place: _PageTexts(names) for place in texts}
 
     def pieces(self) -> Iterator[tuple[Piece, int]]:
         """All rows, the columns in the order of the table, and each piece's last rowid."""
@@ -616,7 +771,7 @@ class PlainTable:
         return values
 
 
-class _Texts:
+class _PageTexts:
     """The different texts of a column, with their numbers. They are told apart by 64 bits made of all their bytes."""
 
     def __init__(self, names: Names) -> None:
