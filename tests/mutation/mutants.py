@@ -166,8 +166,8 @@ MUTANTS = (
     Mutant(
         name="gaps of one stream",
         file="traces/captures/occupation.py",
-        old="    reached = end_ns.cum_max()\n",
-        new="    reached = end_ns\n",
+        old="            reached = ends.cum_max()\n",
+        new="            reached = ends\n",
         falsifies="a device that works on another stream stands idle",
         tests=("traces/captures/test_occupation.py",),
     ),
@@ -183,8 +183,8 @@ MUTANTS = (
     Mutant(
         name="large blocks are split to 512 bytes",
         file="allocations/prediction/caching_allocator.py",
-        old="return rest >= SMALLEST if small else rest > SMALL_REQUEST",
-        new="return rest >= SMALLEST",
+        old="return SMALLEST if small else SMALL_REQUEST + 1",
+        new="return SMALLEST",
         falsifies="a predicted peak is below the real one",
         tests=("allocations/prediction/test_allocator.py",),
     ),
