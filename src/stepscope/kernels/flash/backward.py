@@ -44,7 +44,6 @@ from stepscope.kernels.flash.tiles import (
     long,
     product,
     queries_visiting,
-    slope_of,
     store_tile,
     transposed,
     turn_of,
@@ -215,7 +214,10 @@ def flash_key_gradients(
     )  # fmt: skip
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    document_first, document_after = document_of(BOUNDS, batch, batches, key, keys)  # pyright: ignore
+    document_first = None
+    document_after = None
+    if BOUNDS is not None:
+        document_first, document_after = document_of(BOUNDS, batch, batches, key, keys)
     begin, full_begin, full_end, end = queries_visiting(
         BOUNDS, batch, batches, first_key, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
     )
@@ -230,9 +232,13 @@ def flash_key_gradients(
         g_offset = batch_long * g_batch + long(head) * g_head
         dq_offset = batch_long * dq_batch + long(head) * dq_head
         statistics_row = batch * kv_heads * GROUP + head
+        slope = None
+        bias = None
         unit = LOG2E / scale_log2
-        slope = slope_of(SLOPES, head, unit)
-        bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
+        if SLOPES is not None:
+            slope = tl.load(SLOPES + head) * unit
+        if BIAS is not None:
+            bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
         # Masked tiles before those where every pair is visible, these, and masked tiles behind them.
         begins = (begin, full_begin, full_end)
         ends = (tl.minimum(full_begin, end), full_end, end)
@@ -350,10 +356,17 @@ def flash_query_gradients(
     k_offset = batch_long * k_batch + long(kv_head) * k_head
     v_offset = batch_long * v_batch + long(kv_head) * v_head
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    slope = None
+    bias = None
     unit = LOG2E / scale_log2
-    slope = slope_of(SLOPES, head, unit)
-    bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
-    document_first, document_after = document_of(BOUNDS, batch, batches, query, queries)  # pyright: ignore
+    if SLOPES is not None:
+        slope = tl.load(SLOPES + head) * unit
+    if BIAS is not None:
+        bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
+    document_first = None
+    document_after = None
+    if BOUNDS is not None:
+        document_first, document_after = document_of(BOUNDS, batch, batches, query, queries)
     begin, full_begin, full_end, end = keys_visited(
         BOUNDS, batch, batches, first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
     )
@@ -429,8 +442,9 @@ def _score_gradients(
     query = first_query + tl.arange(0, BLOCK)
     key = first_key + tl.arange(0, BLOCK)
     mask = visible(query[:, None], key[None, :], keys, window, CAUSAL, WINDOW) & (query < queries)[:, None]
-    document_first, document_after = document_of(BOUNDS, batch, batches, query, queries)  # pyright: ignore
-    mask = in_document(mask, key, document_first, document_after)
+    if BOUNDS is not None:
+        document_first, document_after = document_of(BOUNDS, batch, batches, query, queries)
+        mask = in_document(mask, key, document_first, document_after)
     q = load_operand(
         Q, batch_long * q_batch + long(head) * q_head, batch, head, first_query, queries, q_row,
         BLOCK, HEAD_DIM, BLOCK_D, False, False, PRECISION,
@@ -442,9 +456,13 @@ def _score_gradients(
     # Split operands are of 16 bits, too, and need the accurate tanh.
     accurate: tl.constexpr = is_split(PRECISION) or Q.dtype.element_ty.primitive_bitwidth != 16
     scores = capped(product(q, transposed(k, PRECISION), None, PRECISION), cap, accurate)
+    slope = None
+    bias = None
     unit = LOG2E / scale_log2
-    slope = slope_of(SLOPES, head, unit)
-    bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
+    if SLOPES is not None:
+        slope = tl.load(SLOPES + head) * unit
+    if BIAS is not None:
+        bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
     scores = with_bias(scores, query[:, None], key[None, :], queries, keys, slope, bias, bias_row, unit)
     statistics = STATISTICS + long(batch * heads + head) * padded + query
     logsumexp = tl.load(statistics, mask=query < queries, other=float("inf"))

@@ -28,7 +28,6 @@ from stepscope.kernels.flash.tiles import (
     long,
     negated,
     product,
-    slope_of,
     store_tile,
     transposed,
     turn_of,
@@ -120,10 +119,17 @@ def _attend_tile(
     total = tl.zeros([BLOCK_M], tl.float32)
     output = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
+    slope = None
+    bias = None
     unit = LOG2E / scale_log2
-    slope = slope_of(SLOPES, head, unit)
-    bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
-    document_first, document_after = document_of(BOUNDS, batch, batches, query, queries)  # pyright: ignore
+    if SLOPES is not None:
+        slope = tl.load(SLOPES + head) * unit
+    if BIAS is not None:
+        bias = first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row)
+    document_first = None
+    document_after = None
+    if BOUNDS is not None:
+        document_first, document_after = document_of(BOUNDS, batch, batches, query, queries)
     begin, full_begin, full_end, end = keys_visited(
         BOUNDS, batch, batches, first_query, queries, keys, window, BLOCK_M, BLOCK_N, CAUSAL, WINDOW
     )

@@ -154,21 +154,9 @@ def capped(scores, cap, ACCURATE: tl.constexpr):
 
 
 @triton.jit
-def slope_of(SLOPES, head, unit):
-    """A head's slope, of a product of a query and a key; None without."""
-    if SLOPES is None:
-        return None
-    else:
-        return tl.load(SLOPES + head) * unit
-
-
-@triton.jit
 def first_of_bias(BIAS, batch, head, queries, bias_batch, bias_head, bias_row):
-    """A pointer to what is added to the score of a head's first query and first key; None without."""
-    if BIAS is None:
-        return None
-    else:
-        return BIAS + (long(batch) * bias_batch + long(head) * bias_head + tl.where(bias_row < 0, queries - 1, 0))
+    """A pointer to what is added to the score of a head's first query and first key."""
+    return BIAS + (long(batch) * bias_batch + long(head) * bias_head + tl.where(bias_row < 0, queries - 1, 0))
 
 
 @triton.jit
@@ -268,14 +256,10 @@ def _philox(seed, a, b, c, d):
 
 @triton.jit
 def document_of(BOUNDS, batch, batches, position, length):
-    """The first position of the document of each position, and the one after its last; both 0 beyond the sequence, and
-    None without documents."""
-    if BOUNDS is None:
-        return None, None
-    else:
-        first = BOUNDS + long(batch) * length + position
-        inside = position < length
-        return tl.load(first, mask=inside, other=0), tl.load(first + long(batches) * length, mask=inside, other=0)
+    """The first position of the document of each position, and the one after its last; both 0 beyond the sequence."""
+    first = BOUNDS + long(batch) * length + position
+    inside = position < length
+    return tl.load(first, mask=inside, other=0), tl.load(first + long(batches) * length, mask=inside, other=0)
 
 
 @triton.jit
