@@ -228,3 +228,17 @@ def test_the_acting_wing_runs_on_a_bare_machine(tmp_path: Path):
 def test_files_stay_readable():
     long = {str(f.relative_to(SOURCE)): n for f in FILES if (n := len(f.read_text().splitlines())) > 900}
     assert not long
+
+
+@pytest.mark.parametrize("file", sorted((SOURCE / "kernels").rglob("*.py")), ids=lambda file: file.stem)
+def test_no_kernel_returns_none(file: Path):
+    """Triton 3.6 makes a tensor of what a function returns, and has none for None; 3.7 and its interpreter have."""
+    for function in ast.walk(ast.parse(file.read_text())):
+        if isinstance(function, ast.FunctionDef) and any(
+            "jit" in ast.unparse(each) for each in function.decorator_list
+        ):
+            given = [
+                each.value for each in ast.walk(function) if isinstance(each, ast.Return) and each.value is not None
+            ]
+            parts = [part for value in given for part in (value.elts if isinstance(value, ast.Tuple) else [value])]
+            assert not any(isinstance(part, ast.Constant) and part.value is None for part in parts), function.name
