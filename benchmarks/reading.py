@@ -43,6 +43,11 @@ KINETO, KINETO_BYTES = DATA / "kineto_train.json.gz", {"lean": 218_000_000, "wit
 SNAPSHOT, EVENTS = DATA / "snapshot_train.pickle.gz", (1_000_000, 4_580_000)
 KERNELS, RUNS, KINDS = 50_000, 100, ("nsys", "kineto", "snapshot", "page", "run", "start")
 PICKLE = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"
+DECODING = """import sys
+from pathlib import Path
+from stepscope.traces.readers import json_events, kineto
+for _ in json_events.read_events(Path(sys.argv[1]), kineto.decode_block): pass"""
+"""Decodes the events of a Kineto trace as we do, and makes no table of them."""
 
 RUN_TREE = """import runpy, sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -126,6 +131,8 @@ def kineto_races(folder: Path, peers: Peers) -> list[Race]:
             races.append(
                 Race(name=name, ours=ours, peer_name=peer.name, peer=tuple(rest), python=python, version=version)
             )
+        decoding = ("-c", DECODING, str(file))
+        races.append(Race(name=name, ours=ours, peer_name="its decoding alone", peer=decoding, version=""))
     return races
 
 

@@ -442,7 +442,7 @@ class _Reader:
             # Few events are of such operators: to look at each one's values took as long as its shapes.
             places = [at for at, number in enumerate(numbers) if number in by_values and arguments[at].values]
             values = values.scatter(places, self._text("values", [bytes(arguments[at].values) for at in places]))
-        _, external = self._ids(arguments)
+        external = self._external(arguments)
         sequence = self._column("sequence", [each.sequence for each in arguments])
         forward = self._column("forward_thread", [each.forward_thread for each in arguments])
         if forward.null_count():
@@ -501,10 +501,13 @@ class _Reader:
 
     def _ids(self, arguments: list[Arguments]) -> tuple[pl.Series, pl.Series]:
         """The columns correlation and external."""
+        return self._column("correlation", [each.correlation for each in arguments]), self._external(arguments)
+
+    def _external(self, arguments: list[Arguments]) -> pl.Series:
         external = self._column("external", [each.external for each in arguments])
         if external.null_count():
             external = self._or_older(external, [each.external_old for each in arguments])
-        return self._column("correlation", [each.correlation for each in arguments]), external
+        return external
 
     def _or_older(self, numbers: pl.Series, older: list[int | None]) -> pl.Series:
         """The numbers, or where there are none those of an older spelling."""
