@@ -17,10 +17,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from stepscope.kernels.flash.configuration import Problem, default_backward, default_forward, hopper_columns
-from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
-from stepscope.kernels.hopper.forward import hopper_forward
+from stepscope.kernels.hopper.backward import STAGES, hopper_gradients, hopper_gradients_of_heads
+from stepscope.kernels.hopper.forward import hopper_forward, hopper_forward_of_heads
 from stepscope.kernels.hopper.launch import (
     _BACKWARD_REGISTERS,
+    _MOST_TILES,
     _PRODUCER_REGISTERS,
     _WORKER_REGISTERS,
     BLOCK_M,
@@ -30,9 +31,9 @@ from stepscope.kernels.hopper.launch import (
 SEQ = 8192
 
 
-def problem(head_dim: int, causal: bool) -> Problem:
+def problem(head_dim: int, causal: bool, seq: int = SEQ) -> Problem:
     return Problem(
-        capability=(9, 0), head_dim=head_dim, bytes_per_element=2, causal=causal, log2_queries=SEQ.bit_length() - 1
+        capability=(9, 0), head_dim=head_dim, bytes_per_element=2, causal=causal, log2_queries=seq.bit_length() - 1
     )
 
 
@@ -110,6 +111,25 @@ def backward(head_dim: int, causal: bool, kind: str = "") -> dict[str, Any]:
     return compiled(hopper_gradients, types, constants, options)
 
 
+def of_heads(pass_: str) -> dict[str, Any]:
+    """The kernels of whole heads, of 512 positions."""
+    chosen = default_forward(problem(64, False, 512)).hopper
+    assert chosen is not None and chosen.heads
+    types = {name: tile(64, 64) for name in ("Q", "GRADIENT")} | {"LOGSUMEXP": "*fp32", "scale_log2": "fp32"}
+    if pass_ == "forward":
+        types |= {"OUT": tile(64, 64), "K": tile(chosen.block_n, 64), "V": tile(chosen.block_n, 64)}
+        constants = {
+            "GROUP": 1, "STAGES": chosen.stages, "CONSUMERS": chosen.consumers, "EVEN_KEYS": True,
+            "REGISTERS": _WORKER_REGISTERS[chosen.consumers], "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
+        }  # fmt: skip
+        return compiled(hopper_forward_of_heads, types, constants, {"num_warps": 4})
+    types |= {"K": tile(BLOCK_N, 64), "V": tile(BLOCK_N, 64), "scale": "fp32"}
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    types |= dict.fromkeys(("DQ", "DK", "DV"), "*bf16") | {"STATISTICS": f"tensordesc<fp32[1, {BLOCK_M}],{flat!r}>"}
+    constants = {"TILES": _MOST_TILES, "EVEN_KEYS": True, "STAGES": STAGES}
+    return compiled(hopper_gradients_of_heads, types, constants, {"num_warps": 4, "maxnreg": _BACKWARD_REGISTERS})
+
+
 if __name__ == "__main__":
     found = {
         f"{pass_.__name__} {head_dim} {'causal' if causal else 'full'} {kind}".strip(): pass_(head_dim, causal, kind)
@@ -117,4 +137,5 @@ if __name__ == "__main__":
         for head_dim in map(int, sys.argv[3:])
         for causal, kind in ((True, ""), (False, ""), *((True, kind) for kind in sys.argv[2].split(",") if kind))
     }
+    found |= {f"{each} heads": of_heads(each) for each in ("forward", "backward")}
     Path(sys.argv[1]).write_text(json.dumps(found))

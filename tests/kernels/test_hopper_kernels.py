@@ -44,11 +44,13 @@ on_hopper = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
     ),
 ]
+HEADS = HopperForward(consumers=4, block_n=64, stages=10, heads=True)
 FORWARDS = (
     HopperForward(turns=True, late=True),
     HopperForward(consumers=1, late=True, max_registers=128),
     HopperForward(consumers=3),
     HopperForward(block_n=64, stages=3),
+    HEADS,
 )
 BACKWARDS = {
     64: (
@@ -56,6 +58,7 @@ BACKWARDS = {
         HopperBackward(spread=True, share=True),
         HopperBackward(v_in_registers=True, spread=True, share=True, ahead=True),
         HopperBackward(ahead=True),
+        HopperBackward(heads=True),
     ),
     128: (HopperBackward(), HopperBackward(spread=True, share=True)),
 }
@@ -76,13 +79,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
 @needs_gluon
 @pytest.mark.slow  # a GPU's compiler for every case: twenty seconds
 @pytest.mark.parametrize("head_dim", [64, 128, *at_length(80)])  # of 80 the kernels are those of 128, but for a bound
-@pytest.mark.parametrize("mask", ["causal", "full", *at_length("causal window", "causal documents", "causal capped")])
+@pytest.mark.parametrize(
+    "mask", ["causal", "full", *at_length("causal window", "causal documents", "causal capped", "heads")]
+)
 @pytest.mark.parametrize("kernel", ["forward", "backward"])
 def test_compiled_products_run_ahead_of_one_another_and_fit(
     compiled: dict[str, Any], kernel: str, mask: str, head_dim: int
 ):
     """Where ptxas puts a wait behind every product the kernels are right, and three times as slow."""
-    found = compiled[f"{kernel} {head_dim} {mask}"]
+    found = compiled[f"{kernel} heads" if mask == "heads" else f"{kernel} {head_dim} {mask}"]
     assert not found["serialised"]
     assert found["spill_store_bytes"] <= (32 if mask in ("causal", "full") else 80)
     assert found["shared_bytes"] <= 227 * 1024
@@ -130,8 +135,9 @@ def test_defaults_on_hopper_say_what_is_taken_where_the_kernel_is_not(head_dim: 
     ("make", "what"),
     [
         (lambda: HopperForward(consumers=4), "1 to 3 consumers, not 4"),
+        (lambda: HopperForward(heads=True), "3 to 4 consumers, not 2"),
         (lambda: HopperForward(block_n=48), "power of two of 16 to 256 keys"),
-        (lambda: HopperForward(stages=1), "in 2 to 8 stages"),
+        (lambda: HopperForward(stages=1), "in 2 to 10 stages"),
         (lambda: HopperForward(max_registers=300), "24 to 255 registers, not 300"),
     ],
 )
@@ -306,6 +312,56 @@ def test_descriptors_end_where_a_head_ends(monkeypatch: pytest.MonkeyPatch, head
     assert [(each.shape[-1], each.block_shape[-1]) for each in summed] == [(head_dim, columns // 2)]
 
 
+OF_HEADS = "hopper_forward_of_heads", "hopper_gradients_of_heads"
+IN_TRITON = "flash_forward", "flash_query_gradients"
+
+
+@needs_gluon
+@pytest.mark.parametrize(
+    ("sizes", "more", "expected"),
+    [
+        ((132, 132, 197, 197), {}, OF_HEADS),
+        ((132, 132, 256, 640), {}, OF_HEADS),
+        ((132, 132, 257, 640), {}, (OF_HEADS[0], IN_TRITON[1])),
+        ((132, 132, 192, 197), {}, (IN_TRITON[0], OF_HEADS[1])),
+        ((132, 132, 513, 641), {}, IN_TRITON),
+        ((264, 132, 197, 197), {}, (OF_HEADS[0], IN_TRITON[1])),
+        ((140, 140, 197, 197), {}, IN_TRITON),  # a second round for eight heads
+        ((132, 132, 197, 197), {"causal": True}, IN_TRITON),
+        ((132, 132, 197, 197), {"window": 64}, IN_TRITON),
+        ((132, 132, 197, 197), {"scoring": flash_launch.Scoring(30.0)}, IN_TRITON),
+    ],
+)
+def test_whole_heads_are_of_short_sequences_without_a_mask(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], more: dict[str, Any], expected: tuple[str, str]
+):
+    from stepscope.kernels.hopper import launch as hopper_launch
+
+    launched: list[str] = []
+
+    def launcher(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> None:
+        launched.append(kernel.__name__)
+        assert "of_heads" not in kernel.__name__ or grid[0] <= 132
+
+    monkeypatch.setattr(flash_launch, "hopper_takes", lambda *tensors, limited: True)
+    monkeypatch.setattr(flash_launch, "_required_hopper", lambda: hopper_launch)
+    monkeypatch.setattr(hopper_launch, "_multiprocessors", lambda device: 132)
+    heads, kv_heads, queries, keys = sizes
+    q, k = (torch.empty(1, h, n, 64, dtype=torch.bfloat16) for h, n in ((heads, queries), (kv_heads, keys)))
+    logsumexp, some = torch.empty(1, heads, queries), tiles(64, 64, 4, 2)
+    same: dict[str, Any] = {"causal": False, "scale": 1.0, "window": None, "precision": "ieee", "launcher": launcher}
+    same |= more
+    flash_launch.launch_forward(
+        q, k, k, q, logsumexp, configuration=ForwardConfiguration(tiles=some, hopper=HEADS), **same
+    )
+    configuration = BackwardConfiguration(keys=some, queries=some, hopper=HopperBackward(heads=True))
+    assert configuration.deterministic
+    statistics = flash_launch.statistics_for(q, configuration)
+    of_pass = flash_launch.Backward(q, q, k, k, q, logsumexp, q, k, k, statistics, tma=True, **same)
+    flash_launch.run_backward(of_pass, configuration)
+    assert [name for name in launched if name != "flash_row_statistics"][:2] == [*expected]
+
+
 @needs_gluon
 def test_no_grid_is_larger_than_devices_allow(monkeypatch: pytest.MonkeyPatch):
     """Many short sequences: CUDA has 2^31 - 1 blocks in a grid's first dimension, 65535 in the others."""
@@ -356,7 +412,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, run: Any) -> dict[st
 SIZES = [  # batches, query heads, key heads, queries, keys
     (1, 1, 1, 1, 1), (1, 2, 2, 64, 64), (2, 2, 2, 63, 63), (1, 2, 2, 129, 129), (2, 4, 2, 200, 200),
     (1, 3, 1, 77, 300), (1, 2, 2, 300, 77), (1, 2, 2, 1025, 1025), (1, 2, 1, 640, 640),
-    (1, 140, 140, 2048, 100), (5, 56, 28, 1024, 128),  # more tiles of keys than multiprocessors
+    (1, 140, 140, 2048, 100), (5, 56, 28, 1024, 128), (4, 50, 50, 250, 250),  # more tiles of keys than multiprocessors
 ]  # fmt: skip
 
 
@@ -367,6 +423,12 @@ class TestOnHopper:
     """No further from float64 than twice what PyTorch's attention in the same dtype is."""
 
     pytestmark = on_hopper
+
+    @pytest.fixture(autouse=True)
+    def however_few_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from stepscope.kernels.hopper import launch as hopper_launch
+
+        monkeypatch.setattr(hopper_launch, "_LEAST_BUSY", 0)
 
     @pytest.mark.parametrize("sizes", SIZES)
     @pytest.mark.parametrize("strided", [False, True])

@@ -47,19 +47,23 @@ class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
     """Whether weights are rounded while the next scores are computed. This takes registers."""
     max_registers: int | None = None
     """Registers per thread at launch; None for no cap. With a low cap several programs share a multiprocessor."""
+    heads: bool = False
+    """Whether programs take whole heads: of head_dim 64, without a mask, up to as many keys as `stages` buffers hold.
+    There are three or four consumers then."""
 
     def __post_init__(self) -> None:
         """Check the values, which may come from a file."""
-        if not 1 <= self.consumers <= 3:
-            raise ValueError(f"a tile of queries has 1 to 3 consumers, not {self.consumers}")
-        if not 16 <= self.block_n <= 256 or self.block_n & (self.block_n - 1) or not 2 <= self.stages <= 8:
+        least, most = (3, 4) if self.heads else (1, 3)
+        if not least <= self.consumers <= most:
+            raise ValueError(f"a tile of queries has {least} to {most} consumers, not {self.consumers}")
+        if not 16 <= self.block_n <= 256 or self.block_n & (self.block_n - 1) or not 2 <= self.stages <= 10:
             raise ValueError(
-                f"tiles have a power of two of 16 to 256 keys, in 2 to 8 stages, not {self.block_n} and {self.stages}"
+                f"tiles have a power of two of 16 to 256 keys, in 2 to 10 stages, not {self.block_n} and {self.stages}"
             )
         _check_registers(self.max_registers)
 
     def __str__(self) -> str:
-        flags = _flags(turns=self.turns, late=self.late)
+        flags = _flags(turns=self.turns, late=self.late, heads=self.heads)
         cap = [] if self.max_registers is None else [f"r{self.max_registers}"]
         return " ".join([f"hopper {self.consumers}x64x{self.block_n} s{self.stages}", *cap, *flags])
 
@@ -77,9 +81,14 @@ class HopperBackward(msgspec.Struct, frozen=True, kw_only=True):
 
     ahead: bool = False
     """Whether the scores of the next tile of queries begin before dQ of this one. head_dim 64 has registers for it."""
+    heads: bool = False
+    """Whether programs take whole heads: of head_dim 64, without a mask, up to 512 queries, with as many heads of keys.
+    Nothing else is chosen then, and dQ is summed in a fixed order."""
 
     def __str__(self) -> str:
-        flags = _flags(v_in_registers=self.v_in_registers, spread=self.spread, share=self.share, ahead=self.ahead)
+        flags = _flags(
+            v_in_registers=self.v_in_registers, spread=self.spread, share=self.share, ahead=self.ahead, heads=self.heads
+        )
         return " ".join([f"hopper 64x{HOPPER_BLOCK_N}", *flags])
 
 
@@ -165,7 +174,7 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def deterministic(self) -> bool:
         """Whether two runs agree bit for bit, since one program computes each sum in a fixed order."""
-        return self.way != "fused" and self.hopper is None
+        return self.way != "fused" and (self.hopper is None or self.hopper.heads)
 
     def __str__(self) -> str:
         if self.hopper is not None:
@@ -263,6 +272,8 @@ _FORWARD_LOG2 = {(64, True): 11, (64, False): 10, (128, True): 10, (128, False):
 """The base-2 logarithm of the most queries for which forward is faster in Triton than in Gluon, by the columns of a
 tile and whether it is causal."""
 _LONG_LOG2 = 13
+_OF_HEADS_LOG2 = 8
+"""The base-2 logarithm of the most queries for which four consumers are faster with whole heads, beyond it three."""
 
 
 def _hopper_forward(problem: Problem) -> ForwardConfiguration:
@@ -285,7 +296,13 @@ def _hopper_forward(problem: Problem) -> ForwardConfiguration:
     if in_turns:
         return ForwardConfiguration(tiles=tiles(64, 64, 4, 3), tma=False, rows_first=False)
     hopper = HopperForward(consumers=1, late=True, max_registers=128) if problem.causal else HopperForward(consumers=3)
-    return ForwardConfiguration(tiles=tiles(64, 128, 4, 2), hopper=hopper if in_gluon else None)
+    if not in_gluon:
+        four = problem.log2_queries <= _OF_HEADS_LOG2
+        whole = HopperForward(
+            consumers=4 if four else 3, block_n=64 if four else 128, stages=10 if four else 5, heads=True
+        )
+        hopper = None if problem.causal or columns is None else whole
+    return ForwardConfiguration(tiles=tiles(64, 128, 4, 2), hopper=hopper)
 
 
 def _in_turns(problem: Problem) -> bool:
@@ -304,7 +321,8 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
         queries = _by_head_dim(problem, tiles(128, 64, 8, 2), tiles(32, 32, 4, 2))
         return BackwardConfiguration(way="joint", keys=keys, queries=queries, tma=False)
     short, in_turns, full = problem.log2_queries <= _SHORT_LOG2, _in_turns(problem), not problem.causal
-    in_gluon = not short and hopper_columns(problem.head_dim) is not None
+    columns = hopper_columns(problem.head_dim)
+    in_gluon = not short and columns is not None
     if problem.head_dim > 64:
         keys = tiles(64, 64, 4, 2) if problem.causal or short else tiles(64, 128, 8, 3)
         hopper = HopperBackward(spread=full, share=full) if in_gluon else None
@@ -317,6 +335,7 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
             keys=tiles(64, 64, 4, 3, 168),
             queries=tiles(64, 64, 4, 3),
             rows_first=not in_turns,
+            hopper=HopperBackward(heads=True) if columns is not None and full else None,
         )
     keys = tiles(64, 64, 4, 2, 168) if problem.causal else tiles(64, 64, 4, 3)
     hopper = HopperBackward(v_in_registers=True, spread=full, share=full, ahead=True) if in_gluon else None

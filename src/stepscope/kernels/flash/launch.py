@@ -28,6 +28,7 @@ from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
     HopperBackward,
+    HopperForward,
     Precision,
     Tiles,
 )
@@ -121,6 +122,20 @@ def hopper_takes(q: Tensor, k: Tensor, *others: Tensor, limited: bool) -> bool:
     return module.takes(q, k, *others) and describable(q, k, *others)
 
 
+def in_gluon(
+    q: Tensor, k: Tensor, v: Tensor, other: Tensor, configuration: HopperForward | HopperBackward, *, limited: bool,
+    plain: bool,
+) -> bool:  # fmt: skip
+    """Whether a call on these operands runs the kernel in Gluon that the configuration names: the other operand is
+    the output, or its gradient.
+
+    limited: as in `hopper_takes`. plain: nothing is hidden, and scores stay as they are.
+    """
+    if not hopper_takes(q, k, v, other, limited=limited):
+        return False
+    return not configuration.heads or (plain and _required_hopper().takes_heads(q, k, configuration))
+
+
 def _described(tensor: Tensor, rows: int, block_d: int) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), described_strides(tensor), [1, 1, rows, block_d])
 
@@ -181,8 +196,10 @@ def launch_forward(
     `bounds` are those of documents, (2, B, S) int32, contiguous. The kernel in Gluon takes no slopes, bias
     or dropout.
     """
-    plain, limited = scale >= 0 and not scoring.in_triton, window is not None or bounds is not None
-    if configuration.hopper is not None and plain and hopper_takes(q, k, v, out, limited=limited):
+    hopper = None if scale < 0 or scoring.in_triton else configuration.hopper
+    limited = window is not None or bounds is not None
+    plain = not (causal or limited) and scoring.softcap is None and scoring.sinks is None
+    if hopper is not None and in_gluon(q, k, v, out, hopper, limited=limited, plain=plain):
         return _required_hopper().launch_hopper_forward(
             q,
             k,
@@ -195,7 +212,7 @@ def launch_forward(
             bounds=bounds,
             softcap=scoring.softcap,
             sinks=scoring.sinks,
-            configuration=configuration.hopper,
+            configuration=hopper,
             launcher=launcher,
         )
     if splits(precision):
@@ -251,13 +268,14 @@ def sums_for(
     that no query sees. It would add their products to another head's sums, and these are zeros only if keys and values
     are finite.
     """
-    if configuration.hopper is None or in_triton or torch.are_deterministic_algorithms_enabled():
+    hopper = configuration.hopper
+    if hopper is None or hopper.heads or in_triton or torch.are_deterministic_algorithms_enabled():
         return None
     if causal and k.shape[2] > statistics.shape[1]:
         return None
     if not hopper_takes(q, k, v, gradient, limited=limited):
         return None
-    return _required_hopper().sums_for(q, k, statistics, masked=causal or limited, configuration=configuration.hopper)
+    return _required_hopper().sums_for(q, k, statistics, masked=causal or limited, configuration=hopper)
 
 
 def _required_hopper() -> "ModuleType":
@@ -308,6 +326,8 @@ class Backward:
         self.sums = sums
         self._limits = {"window": window, "bounds": bounds, "softcap": scoring.softcap}
         self._added = (bounds, scoring.slopes, scoring.bias)
+        of_scores = (*self._limits.values(), scoring.slopes, scoring.bias, scoring.seeds)
+        self._plain = not causal and all(each is None for each in of_scores)
         self.scale = scale / (1 - scoring.dropped / 256)
         self._scores = (*self._added, self.scale, *scoring.factors(scale))
         self._bias_strides = scoring.bias_strides
@@ -446,6 +466,20 @@ class Backward:
             self.finish_keys(sums, sharing)
         return compiled
 
+    def takes_heads(self, configuration: HopperBackward | None) -> bool:
+        """Whether the kernel in Gluon that takes whole heads makes this pass."""
+        if configuration is None or not configuration.heads:
+            return False
+        return in_gluon(self.q, self.k, self.v, self.gradient, configuration, limited=False, plain=self._plain)
+
+    def of_heads(self, logsumexp_gradient: Tensor | None = None) -> object:
+        """Fill all three gradients with the kernel in Gluon that takes whole heads."""
+        self.preprocess(logsumexp_gradient)
+        return _required_hopper().launch_gradients_of_heads(
+            self.gradient, self.q, self.k, self.v, self.dq, self.dk, self.dv, self.statistics,
+            scale=self.scale, launcher=self.launch,
+        )  # fmt: skip
+
     def _operands(self, tiles: Tiles) -> tuple[Tensor | TensorDescriptor, ...]:
         if not self.tma:
             return self._operands_of
@@ -475,6 +509,9 @@ def run_backward(
     """Launch the kernels that the configuration names."""
     if backward.sums is not None and configuration.hopper is not None:
         backward.hopper(backward.sums, configuration.hopper, logsumexp_gradient)
+        return
+    if backward.takes_heads(configuration.hopper):
+        backward.of_heads(logsumexp_gradient)
         return
     backward.split()
     queries = configuration.queries

@@ -367,8 +367,8 @@ class OnDevice:
         return Trial(ms=median_call_s(run, self.q.device, _TIMED) * 1e3, of_allowed=worst)
 
     def _forward(self, configuration: ForwardConfiguration) -> Callable[[], object]:
-        if configuration.hopper is not None and not launch.hopper_takes(
-            self.q, self.k, self.v, self.out, limited=False
+        if configuration.hopper is not None and not launch.in_gluon(
+            self.q, self.k, self.v, self.out, configuration.hopper, limited=False, plain=not self.causal
         ):
             raise _not_taken(configuration)
         return lambda: launch.launch_forward(
@@ -378,7 +378,11 @@ class OnDevice:
 
     def _backward(self, candidate: BackwardConfiguration | Part) -> tuple[Callable[[], object], tuple[str, ...]]:
         statistics, sums = launch.statistics_for(self.q), None
-        if isinstance(candidate, BackwardConfiguration) and candidate.hopper is not None:
+        hopper = candidate.hopper if isinstance(candidate, BackwardConfiguration) else None
+        if hopper is not None and hopper.heads:
+            if not launch.in_gluon(self.q, self.k, self.v, self.gradient, hopper, limited=False, plain=not self.causal):
+                raise _not_taken(candidate)
+        elif isinstance(candidate, BackwardConfiguration) and hopper is not None:
             sums = launch.sums_for(
                 candidate, statistics, self.q, self.k, self.v, self.gradient, causal=self.causal, limited=False
             )

@@ -56,7 +56,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             measured = "default, not measured" if ms is None else f"{ms:.3f} ms"
             beside = "" if default_ms is None else f" (the default {default_ms:.3f})"
             lines.append(f"  {name:8} {chosen}: {measured}{beside}")
-        if self.deterministic and self.backward.hopper is not None:
+        if self.deterministic and not self.backward.deterministic:
             lines.append(f"  where PyTorch need not be deterministic, backward is {self.backward}, not measured")
         return "\n".join(lines)
 

@@ -427,3 +427,249 @@ def hopper_gradients(
         [4, 1],
         [240, 24],
     )  # fmt: skip
+
+
+# ---- short sequences without a mask: programs take whole heads, one after another
+#
+# A program has all keys of a head, tile after tile, and passes its queries for each. So dQ needs no other program: its
+# sums are in shared memory, each consumer's half of the columns its own. They repeat bit for bit.
+#
+# Turns are counted through all tiles of keys and all heads. Barriers are those above, and:
+#
+#     k_full, k_empty    of two buffers for K, which take turns: dQ reads K to the end of a tile of keys
+#     v_full, v_empty    of one buffer for V, which consumers empty into registers before the first of its turns
+
+
+@gluon.jit
+def _load_rows(Q, GRADIENT, STATISTICS, buffers, full, empty, turn, batch, head, row, rows, tile, STAGES: gl.constexpr):
+    q_tiles, g_tiles, logsumexps, deltas, _k_tiles, _v_tile, _ds_tiles, _dq_tiles = buffers
+    BLOCK_M: gl.constexpr = Q.block_shape[2]
+    TILE_BYTES: gl.constexpr = Q.block_type.nbytes + GRADIENT.block_type.nbytes + 2 * STATISTICS.block_type.nbytes
+    slot = turn % STAGES
+    first_query = tile * BLOCK_M
+    mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
+    bar = full.index(slot)
+    mbarrier.expect(bar, TILE_BYTES)
+    tma.async_copy_global_to_shared(Q, [batch, head, first_query, 0], bar, q_tiles.index(slot))
+    tma.async_copy_global_to_shared(STATISTICS, [row, first_query], bar, logsumexps.index(slot))
+    tma.async_copy_global_to_shared(GRADIENT, [batch, head, first_query, 0], bar, g_tiles.index(slot))
+    tma.async_copy_global_to_shared(STATISTICS, [rows + row, first_query], bar, deltas.index(slot))
+
+
+@gluon.jit
+def _produce_heads(Q, K, V, GRADIENT, STATISTICS, buffers, barriers, sizes, STAGES: gl.constexpr):
+    k_tiles = buffers[4]
+    v_tile = buffers[5]
+    k_full, k_empty, v_full, v_empty, full, empty, _ready = barriers
+    batches, heads, queries, keys = sizes
+    BLOCK_M: gl.constexpr = Q.block_shape[2]
+    BLOCK_N: gl.constexpr = K.block_shape[2]
+    rows = batches * heads
+    tiles = gl.cdiv(queries, BLOCK_M)
+    key_tiles = gl.cdiv(keys, BLOCK_N)
+    number = 0
+    for row in range(gl.program_id(0), rows, gl.num_programs(0)):
+        batch = row // heads
+        head = row % heads
+        for key_tile in range(key_tiles):
+            where = [batch, head, key_tile * BLOCK_N, 0]
+            buffer = number % 2
+            mbarrier.wait(k_empty.index(buffer), ((number // 2) & 1) ^ 1)
+            mbarrier.expect(k_full.index(buffer), K.block_type.nbytes)
+            tma.async_copy_global_to_shared(K, where, k_full.index(buffer), k_tiles.index(buffer))
+            mbarrier.wait(v_empty, (number & 1) ^ 1)
+            mbarrier.expect(v_full, V.block_type.nbytes)
+            tma.async_copy_global_to_shared(V, where, v_full, v_tile)
+            for tile in range(tiles):
+                _load_rows(
+                    Q, GRADIENT, STATISTICS, buffers, full, empty, number * tiles + tile, batch, head, row, rows, tile,
+                    STAGES,
+                )  # fmt: skip
+            number += 1
+    # Consumers begin the scores of one tile more than there is.
+    row = gl.program_id(0)
+    _load_rows(
+        Q, GRADIENT, STATISTICS, buffers, full, empty, number * tiles, row // heads, row % heads, row, rows, 0, STAGES
+    )
+
+
+@gluon.jit
+def _begin_scores_of_heads(
+    buffers, barriers, turn, tiles, numbers,
+    INDEX: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Begin S^T of the tile of queries that this turn visits, as soon as it and its keys have come."""
+    q_tiles = buffers[0]
+    k_tiles = buffers[4]
+    k_full = barriers[0]
+    full = barriers[4]
+    BLOCK_M: gl.constexpr = q_tiles.shape[3]
+    HEAD_DIM: gl.constexpr = q_tiles.shape[4]
+    slot = turn % STAGES
+    number = gl.minimum(turn // tiles, numbers - 1)
+    mbarrier.wait(k_full.index(number % 2), (number // 2) & 1)
+    mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+    q = q_tiles.index(slot).reshape([BLOCK_M, HEAD_DIM])
+    k = k_tiles.index(number % 2).reshape([2 * ROWS, HEAD_DIM]).slice(INDEX * ROWS, ROWS, dim=0)
+    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES)
+    return warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _consume_heads(
+    DQ, DK, DV, dq_strides, dk_strides, dv_strides, buffers, barriers, sizes, scale, scale_log2,
+    INDEX: gl.constexpr, TILES: gl.constexpr, EVEN_KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    q_tiles, g_tiles, logsumexps, deltas, k_tiles, v_tile, ds_tiles, dq_tiles = buffers
+    _k_full, k_empty, v_full, v_empty, _full, empty, ready = barriers
+    batches, heads, queries, keys = sizes
+    dtype: gl.constexpr = q_tiles.dtype
+    BLOCK_M: gl.constexpr = q_tiles.shape[3]
+    HEAD_DIM: gl.constexpr = q_tiles.shape[4]
+    BLOCK_N: gl.constexpr = k_tiles.shape[3]
+    ROWS: gl.constexpr = BLOCK_N // 2
+    COLUMNS: gl.constexpr = HEAD_DIM // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
+    SUM: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUM, k_width=2)
+    rows = batches * heads
+    tiles = gl.cdiv(queries, BLOCK_M)
+    key_tiles = gl.cdiv(keys, BLOCK_N)
+    program = gl.program_id(0)
+    numbers = gl.cdiv(rows - program, gl.num_programs(0)) * key_tiles
+    # Whole rows of what is stored, 16 bytes a thread.
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    STORED_PART: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    row_of_keys = INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, STORED))
+    column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, STORED))[None, :]
+    row_of_part = gl.arange(0, BLOCK_M, gl.SliceLayout(1, STORED_PART))
+    column_of_part = INDEX * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, STORED_PART))[None, :]
+    scores = warpgroup_mma_wait(
+        0, deps=[_begin_scores_of_heads(buffers, barriers, 0, tiles, numbers, INDEX, ROWS, STAGES, SCORES)]
+    )
+    for number in range(numbers):
+        key_tile = number % key_tiles
+        batch_head = program + number // key_tiles * gl.num_programs(0)
+        batch = (batch_head // heads).to(gl.int64)
+        head = (batch_head % heads).to(gl.int64)
+        k_columns = k_tiles.index(number % 2).reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * COLUMNS, COLUMNS, dim=1)
+        mbarrier.wait(v_full, number & 1)
+        v = v_tile.reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, dim=0)
+        v = v.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
+        mbarrier.arrive(v_empty)
+        dk = gl.zeros([ROWS, HEAD_DIM], gl.float32, SUM)
+        dv = gl.zeros([ROWS, HEAD_DIM], gl.float32, SUM)
+        for tile in range(tiles):
+            turn = number * tiles + tile
+            slot = turn % STAGES
+            parity = (turn // STAGES) & 1
+            q = q_tiles.index(slot).reshape([BLOCK_M, HEAD_DIM])
+            gradient = g_tiles.index(slot).reshape([BLOCK_M, HEAD_DIM])
+            nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES)
+            delta = deltas.index(slot).load(SCORES)
+            dp = warpgroup_mma(v, gradient.permute((1, 0)), nothing - delta, is_async=True)
+            logsumexp = logsumexps.index(slot).load(SCORES)
+            weights = gl.exp2(scores * scale_log2 - logsumexp)
+            if not EVEN_KEYS:
+                # Keys beyond the sequence are zeros, but their weights may overflow, and would make dQ NaN.
+                key = key_tile * BLOCK_N + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+                weights = gl.where((key < keys)[:, None], weights, 0.0)
+            weights_operand = gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            dv = warpgroup_mma(weights_operand, gradient, dv, is_async=True)
+            ds = (weights * dp).to(dtype)
+            mbarrier.wait(empty.index(slot), parity ^ 1)
+            ds_tile = ds_tiles.index(slot)
+            ds_tile.slice(INDEX * ROWS, ROWS, dim=0).store(ds)
+            fence_async_shared()
+            mbarrier.arrive(ready.index(slot))
+            ds_operand = gl.convert_layout(ds, OPERAND, assert_trivial=True)
+            dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+            scores = _begin_scores_of_heads(buffers, barriers, turn + 1, tiles, numbers, INDEX, ROWS, STAGES, SCORES)
+            dq_tile = dq_tiles.index(INDEX * TILES + tile)
+            before = dq_tile.load(PART)
+            mbarrier.wait(ready.index(slot), parity)
+            dq = warpgroup_mma(ds_tile.permute((1, 0)), k_columns, before, use_acc=key_tile > 0, is_async=True)
+            dq, dv, dk, scores = warpgroup_mma_wait(0, deps=[dq, dv, dk, scores])
+            mbarrier.arrive(empty.index(slot))
+            dq_tile.store(dq)
+        mbarrier.arrive(k_empty.index(number % 2))
+        key = key_tile * BLOCK_N + row_of_keys
+        inside = (key < keys)[:, None]
+        key = key.to(gl.int64)[:, None]
+        first_dv = DV + (batch * dv_strides[0] + head * dv_strides[1])
+        gl.store(first_dv + key * dv_strides[2] + column, gl.convert_layout(dv.to(dtype), STORED), mask=inside)
+        first_dk = DK + (batch * dk_strides[0] + head * dk_strides[1])
+        gl.store(
+            first_dk + key * dk_strides[2] + column, gl.convert_layout((dk * scale).to(dtype), STORED), mask=inside
+        )
+        for tile in range(gl.where(key_tile == key_tiles - 1, 0, tiles), tiles):
+            query = tile * BLOCK_M + row_of_part
+            dq = dq_tiles.index(INDEX * TILES + tile).load(STORED_PART)
+            first_dq = DQ + (batch * dq_strides[0] + head * dq_strides[1])
+            places = first_dq + query.to(gl.int64)[:, None] * dq_strides[2] + column_of_part
+            gl.store(places, (dq * scale).to(dtype), mask=(query < queries)[:, None])
+
+
+@gluon.jit(do_not_specialize=["batches", "heads", "queries", "keys"])
+def hopper_gradients_of_heads(
+    Q, K, V, GRADIENT, STATISTICS, DQ, DK, DV,
+    dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+    batches, heads, queries, keys, scale, scale_log2,
+    TILES: gl.constexpr, EVEN_KEYS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Compute dQ, dK and dV without a mask, of as many heads of keys as of queries. Programs take whole heads.
+
+    TILES tiles of 64 queries of a head at most: the sums of dQ are in shared memory, 16 KiB each at head_dim 64.
+    Arguments are those of `hopper_gradients`.
+    """
+    dtype: gl.constexpr = Q.dtype
+    BLOCK_M: gl.constexpr = Q.block_shape[2]
+    HEAD_DIM: gl.constexpr = Q.block_shape[3]
+    BLOCK_N: gl.constexpr = K.block_shape[2]
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES] + Q.block_type.shape, Q.layout)
+    g_tiles = gl.allocate_shared_memory(dtype, [STAGES] + GRADIENT.block_type.shape, GRADIENT.layout)
+    logsumexps = gl.allocate_shared_memory(gl.float32, [STAGES] + STATISTICS.block_type.shape, STATISTICS.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES] + STATISTICS.block_type.shape, STATISTICS.layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2] + K.block_type.shape, K.layout)
+    v_tile = gl.allocate_shared_memory(dtype, V.block_type.shape, V.layout)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    ds_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_M], DS)
+    SUMS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, HEAD_DIM // 2], gl.float32)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2 * TILES, BLOCK_M, HEAD_DIM // 2], SUMS)
+    k_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(2):
+        mbarrier.init(k_full.index(buffer), count=1)
+        mbarrier.init(k_empty.index(buffer), count=2)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(v_empty, count=2)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=2)
+        mbarrier.init(ready.index(slot), count=2)
+    fence_async_shared()
+
+    buffers = (q_tiles, g_tiles, logsumexps, deltas, k_tiles, v_tile, ds_tiles, dq_tiles)
+    barriers = (k_full, k_empty, v_full, v_empty, full, empty, ready)
+    sizes = (batches, heads, queries, keys)
+    dq_strides = (dq_batch, dq_head, dq_row)
+    dk_strides = (dk_batch, dk_head, dk_row)
+    dv_strides = (dv_batch, dv_head, dv_row)
+    gl.warp_specialize(
+        [
+            (_consume_heads, (DQ, DK, DV, dq_strides, dk_strides, dv_strides, buffers, barriers, sizes, scale,
+                                 scale_log2, 0, TILES, EVEN_KEYS, STAGES)),
+            (_consume_heads, (DQ, DK, DV, dq_strides, dk_strides, dv_strides, buffers, barriers, sizes, scale,
+                                 scale_log2, 1, TILES, EVEN_KEYS, STAGES)),
+            (_produce_heads, (Q, K, V, GRADIENT, STATISTICS, buffers, barriers, sizes, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

@@ -445,3 +445,214 @@ def hopper_forward(
             [WARPS, WARPS, 1],
             [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
         )  # fmt: skip
+
+
+# ---- short sequences without a mask: programs take whole heads, one after another
+#
+# A program above has one tile of queries, and its first loads and its last stores have nothing to hide behind. Here
+# there are as many programs as multiprocessors. Shared memory holds all tiles of a head's K and V while consumers pass
+# its queries, 64 at a time, and the producer loads the next head's tiles as the last consumer lets go of this one's.
+#
+# Tiles of queries are dealt to consumers in turn, through all heads of a program: the n-th goes to consumer
+# n % CONSUMERS, in buffer n % (2 CONSUMERS), where its output follows it. A head has a tile for each consumer at least.
+# A consumer begins the first scores of its next tile before it ends this one. Tiles of keys take STAGES buffers in
+# turn. `empty` has 1 arrival of each consumer a phase, with its last tile of queries of the head.
+
+
+@gluon.jit
+def _load_queries(Q, q_tiles, q_full, q_empty, place, batch, head, row_tile, SLOTS: gl.constexpr):
+    ROWS: gl.constexpr = Q.block_shape[2]
+    slot = place % SLOTS
+    mbarrier.wait(q_empty.index(slot), ((place // SLOTS) & 1) ^ 1)
+    mbarrier.expect(q_full.index(slot), Q.block_type.nbytes)
+    tma.async_copy_global_to_shared(Q, [batch, head, row_tile * ROWS, 0], q_full.index(slot), q_tiles.index(slot))
+
+
+@gluon.jit
+def _produce_heads(
+    Q, K, V, buffers, barriers, sizes, GROUP: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
+):
+    q_tiles, k_tiles, v_tiles = buffers
+    q_full, q_empty, k_full, v_full, empty = barriers
+    batches, heads, queries, keys = sizes
+    ROWS: gl.constexpr = Q.block_shape[2]
+    BLOCK_N: gl.constexpr = K.block_shape[2]
+    SLOTS: gl.constexpr = 2 * CONSUMERS
+    row_tiles = gl.cdiv(queries, ROWS)
+    key_tiles = gl.cdiv(keys, BLOCK_N)
+    dealt = 0
+    loaded = 0
+    for batch_head in range(gl.program_id(0), batches * heads, gl.num_programs(0)):
+        batch = batch_head // heads
+        head = batch_head % heads
+        at_once = gl.minimum(row_tiles, CONSUMERS)
+        for n in range(at_once):
+            _load_queries(Q, q_tiles, q_full, q_empty, dealt + n, batch, head, n, SLOTS)
+        for visit in range(key_tiles):
+            slot = (loaded + visit) % STAGES
+            tile = gl.where(visit == 0, key_tiles, visit) - 1
+            mbarrier.wait(empty.index(slot), (((loaded + visit) // STAGES) & 1) ^ 1)
+            mbarrier.expect(k_full.index(slot), K.block_type.nbytes)
+            where = [batch, head // GROUP, tile * BLOCK_N, 0]
+            tma.async_copy_global_to_shared(K, where, k_full.index(slot), k_tiles.index(slot))
+            mbarrier.expect(v_full.index(slot), V.block_type.nbytes)
+            tma.async_copy_global_to_shared(V, where, v_full.index(slot), v_tiles.index(slot))
+        for n in range(at_once, row_tiles):
+            _load_queries(Q, q_tiles, q_full, q_empty, dealt + n, batch, head, n, SLOTS)
+        dealt += row_tiles
+        loaded += key_tiles
+
+
+@gluon.jit
+def _begin_scores(
+    q_tiles, k_tiles, q_full, k_full, place, use,
+    SLOTS: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr,
+):  # fmt: skip
+    """Begin the scores of a tile of queries and the tile of keys of this use, as soon as both have come."""
+    ROWS: gl.constexpr = q_tiles.shape[3]
+    BLOCK_N: gl.constexpr = k_tiles.shape[3]
+    HEAD_DIM: gl.constexpr = k_tiles.shape[4]
+    mbarrier.wait(q_full.index(place % SLOTS), (place // SLOTS) & 1)
+    mbarrier.wait(k_full.index(use % STAGES), (use // STAGES) & 1)
+    q = q_tiles.index(place % SLOTS).reshape([ROWS, HEAD_DIM])
+    k = k_tiles.index(use % STAGES).reshape([BLOCK_N, HEAD_DIM]).permute([1, 0])
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _consume_heads(
+    OUT, LOGSUMEXP, buffers, barriers, sizes, scale_log2,
+    INDEX: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, EVEN_KEYS: gl.constexpr,
+):  # fmt: skip
+    q_tiles, k_tiles, v_tiles = buffers
+    q_full, q_empty, k_full, v_full, empty = barriers
+    batches, heads, queries, keys = sizes
+    ROWS: gl.constexpr = q_tiles.shape[3]
+    HEAD_DIM: gl.constexpr = q_tiles.shape[4]
+    BLOCK_N: gl.constexpr = k_tiles.shape[3]
+    SLOTS: gl.constexpr = 2 * CONSUMERS
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, BLOCK_N, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ROWS // 16, 1], [16, HEAD_DIM, 16])
+    dtype: gl.constexpr = q_tiles.dtype
+    row_tiles = gl.cdiv(queries, ROWS)
+    key_tiles = gl.cdiv(keys, BLOCK_N)
+    places = gl.cdiv(batches * heads - gl.program_id(0), gl.num_programs(0)) * row_tiles
+    scores = _begin_scores(q_tiles, k_tiles, q_full, k_full, INDEX, 0, SLOTS, STAGES, SCORES)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    for place in range(INDEX, places, CONSUMERS):
+        number = place // row_tiles
+        batch_head = gl.program_id(0) + number * gl.num_programs(0)
+        first_row = (place - number * row_tiles) * ROWS
+        loaded = number * key_tiles
+        # The last tile of all is begun once more, and nobody reads its scores.
+        following = gl.where(place + CONSUMERS < places, place + CONSUMERS, place)
+        last = (place + CONSUMERS) // row_tiles > number
+        maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        total = _share(gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES))
+        output = gl.zeros([ROWS, HEAD_DIM], gl.float32, OUTPUT)
+        if not EVEN_KEYS:
+            # The last tile is visited first: the loop compares nothing.
+            column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES)) + (key_tiles - 1) * BLOCK_N
+            scores = gl.where((column < keys)[None, :], scores, float("-inf"))
+        weights, _decay, maximum, total = _soften(scores, maximum, total, scale_log2, False)
+        weights = _as_operand(weights, dtype, OUTPUT)
+        # Meanwhile the output before has left its buffer.
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index((place + CONSUMERS) % SLOTS), pred=place >= CONSUMERS)
+        mbarrier.wait(v_full.index(loaded % STAGES), (loaded // STAGES) & 1)
+        for use in range(loaded + 1, loaded + key_tiles):
+            before = (use - 1) % STAGES
+            scores = _begin_scores(q_tiles, k_tiles, q_full, k_full, place, use, SLOTS, STAGES, SCORES)
+            v = v_tiles.index(before).reshape([BLOCK_N, HEAD_DIM])
+            output = warpgroup_mma(weights, v, output, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[scores])
+            next_weights, decay, maximum, total = _soften(scores, maximum, total, scale_log2, False)
+            # `_step` says why this wait is here.
+            mbarrier.wait(v_full.index(use % STAGES), (use // STAGES) & 1)
+            output, weights = warpgroup_mma_wait(0, deps=[output, weights])
+            mbarrier.arrive(empty.index(before), pred=last)
+            output = output * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT), assert_trivial=True)[:, None]
+            weights = _as_operand(next_weights, dtype, OUTPUT)
+        end = (loaded + key_tiles - 1) % STAGES
+        v = v_tiles.index(end).reshape([BLOCK_N, HEAD_DIM])
+        output = warpgroup_mma(weights, v, output, is_async=True)
+        use = following // row_tiles * key_tiles
+        scores = _begin_scores(q_tiles, k_tiles, q_full, k_full, following, use, SLOTS, STAGES, SCORES)
+        output, weights = warpgroup_mma_wait(1, deps=[output, weights])
+        mbarrier.arrive(empty.index(end), pred=last)
+        total = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, SCORES), assert_trivial=True)
+        row = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+        logsumexp = (maximum + gl.log2(total)) * LN2
+        gl.store(LOGSUMEXP + batch_head.to(gl.int64) * queries + row, logsumexp, mask=row < queries)
+        share = 1 / gl.convert_layout(total, gl.SliceLayout(1, OUTPUT), assert_trivial=True)
+        q_tile = q_tiles.index(place % SLOTS)
+        q_tile.reshape([ROWS, HEAD_DIM]).store((output * share[:, None]).to(dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(OUT, [batch_head // heads, batch_head % heads, first_row, 0], q_tile)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["batches", "heads", "queries", "keys"])
+def hopper_forward_of_heads(
+    Q, K, V, OUT, LOGSUMEXP, scale_log2, batches, heads, queries, keys,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, EVEN_KEYS: gl.constexpr,
+    REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Compute forward without a mask. Programs take heads one after another.
+
+    STAGES buffers hold all tiles of keys of a head at least, and a head has CONSUMERS tiles of queries at least.
+    Arguments are those of `hopper_forward`.
+    """
+    gl.static_assert(CONSUMERS >= 3)
+    SLOTS: gl.constexpr = 2 * CONSUMERS
+    q_tiles = gl.allocate_shared_memory(Q.dtype, [SLOTS] + Q.block_type.shape, Q.layout)
+    k_tiles = gl.allocate_shared_memory(K.dtype, [STAGES] + K.block_type.shape, K.layout)
+    v_tiles = gl.allocate_shared_memory(V.dtype, [STAGES] + V.block_type.shape, V.layout)
+    q_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(q_full.index(slot), count=1)
+        mbarrier.init(q_empty.index(slot), count=1)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(slot), count=1)
+        mbarrier.init(v_full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=CONSUMERS)
+    fence_async_shared()
+    buffers = (q_tiles, k_tiles, v_tiles)
+    barriers = (q_full, q_empty, k_full, v_full, empty)
+    sizes = (batches, heads, queries, keys)
+    if CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_consume_heads, (OUT, LOGSUMEXP, buffers, barriers, sizes, scale_log2,
+                                    0, CONSUMERS, STAGES, EVEN_KEYS)),
+                (_consume_heads, (OUT, LOGSUMEXP, buffers, barriers, sizes, scale_log2,
+                                    1, CONSUMERS, STAGES, EVEN_KEYS)),
+                (_consume_heads, (OUT, LOGSUMEXP, buffers, barriers, sizes, scale_log2,
+                                    2, CONSUMERS, STAGES, EVEN_KEYS)),
+                (_produce_heads, (Q, K, V, buffers, barriers, sizes, GROUP, CONSUMERS, STAGES)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume_heads, (OUT, LOGSUMEXP, buffers, barriers, sizes, scale_log2,
+                                    0, CONSUMERS, STAGES, EVEN_KEYS)),
+                (_consume_heads, (OUT, LOGSUMEXP, buffers, barriers, sizes, scale_log2,
+                                    1, CONSUMERS, STAGES, EVEN_KEYS)),
+                (_consume_heads, (OUT, LOGSUMEXP, buffers, barriers, sizes, scale_log2,
+                                    2, CONSUMERS, STAGES, EVEN_KEYS)),
+                (_consume_heads, (OUT, LOGSUMEXP, buffers, barriers, sizes, scale_log2,
+                                    3, CONSUMERS, STAGES, EVEN_KEYS)),
+                (_produce_heads, (Q, K, V, buffers, barriers, sizes, GROUP, CONSUMERS, STAGES)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )  # fmt: skip

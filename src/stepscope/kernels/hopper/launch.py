@@ -9,8 +9,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from stepscope.kernels import launching
 from stepscope.kernels.flash.configuration import HOPPER_BLOCK_N, HopperBackward, HopperForward, hopper_columns
-from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
-from stepscope.kernels.hopper.forward import hopper_forward
+from stepscope.kernels.hopper.backward import STAGES, hopper_gradients, hopper_gradients_of_heads
+from stepscope.kernels.hopper.forward import hopper_forward, hopper_forward_of_heads
 
 BLOCK_M = 64
 """Queries per tile of the backward kernel."""
@@ -19,11 +19,15 @@ BLOCK_N = HOPPER_BLOCK_N
 _BACKWARD_REGISTERS = 168
 """Registers per thread at launch: 65536 over three warp groups. Consumers then get most of the producer's registers."""
 _PRODUCER_REGISTERS = 24
+_MOST_TILES = 4
+"""Tiles of queries of a head whose sums of dQ are in shared memory: 64 KiB at head_dim 64."""
+_LEAST_BUSY = 0.9
+"""The least share of the multiprocessors' time that whole heads must take."""
 _NUMBERS_TOGETHER = 1 << 21
 """Numbers of an operand of the heads that take turns: 4 MiB for each of 16 bits, and 8 MiB for the sums of dQ."""
-_WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
+_WORKER_REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 """Registers per thread of each forward consumer except the first, by number of consumers. The first gets the rest of
-65536: 240, or 168 if there are three consumers."""
+65536: 240, or 168 if there are three consumers, or 120 if there are four."""
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -80,6 +84,10 @@ def launch_hopper_forward(
     sinks: Tensor | None = None,
 ) -> object:  # fmt: skip
     """Fill `out` (B, H, S, D) and `logsumexp` ((B, H, S) fp32, contiguous). No negative scale."""
+    if configuration.heads:
+        return _launch_forward_of_heads(
+            q, k, v, out, logsumexp, scale=scale, configuration=configuration, launcher=launcher
+        )
     batches, heads, queries, _ = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     chosen = configuration
@@ -95,6 +103,36 @@ def launch_hopper_forward(
         chosen.turns and chosen.consumers > 1, chosen.late,
         _WORKER_REGISTERS[chosen.consumers], _PRODUCER_REGISTERS,
         num_warps=4, **({} if chosen.max_registers is None else {"maxnreg": chosen.max_registers}),
+    )  # fmt: skip
+
+
+def takes_heads(q: Tensor, k: Tensor, configuration: HopperForward | HopperBackward) -> bool:
+    """Whether the kernel of whole heads takes a call without a mask that the others take.
+
+    Not if too many multiprocessors had no head in the last round, nor if a consumer of forward had no queries.
+    """
+    heads, multiprocessors = q.shape[0] * q.shape[1], _multiprocessors(q.device)
+    if heads < _LEAST_BUSY * launching.tiles_of(heads, multiprocessors) * multiprocessors or q.shape[3] != 64:
+        return False
+    if isinstance(configuration, HopperForward):
+        busy = launching.tiles_of(q.shape[2], 64) >= configuration.consumers
+        return busy and k.shape[2] <= configuration.stages * configuration.block_n
+    return q.shape[2] <= BLOCK_M * _MOST_TILES and q.shape[1] == k.shape[1]
+
+
+def _launch_forward_of_heads(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+    *, scale: float, configuration: HopperForward, launcher: launching.Launcher,
+) -> object:  # fmt: skip
+    batches, heads, queries, _ = q.shape
+    kv_heads, keys = k.shape[1], k.shape[2]
+    chosen = configuration
+    return launcher(
+        hopper_forward_of_heads, (min(batches * heads, _multiprocessors(q.device)),),
+        _described(q, 64), _described(k, chosen.block_n), _described(v, chosen.block_n), _described(out, 64),
+        logsumexp, max(scale * launching.LOG2E.value, launching.SMALLEST_SCALE), batches, heads, queries, keys,
+        heads // kv_heads, chosen.stages, chosen.consumers, keys % chosen.block_n == 0,
+        _WORKER_REGISTERS[chosen.consumers], _PRODUCER_REGISTERS, num_warps=4,
     )  # fmt: skip
 
 
@@ -149,5 +187,23 @@ def launch_hopper_gradients(
         causal, keys % BLOCK_N == 0, configuration.v_in_registers, STAGES, head_dim,
         configuration.spread and not masked, sharing.shared > 0, configuration.ahead,
         window is not None, bounds is not None, softcap is not None,
+        num_warps=4, maxnreg=_BACKWARD_REGISTERS,
+    )  # fmt: skip
+
+
+def launch_gradients_of_heads(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor,
+    *, scale: float, launcher: launching.Launcher,
+) -> object:  # fmt: skip
+    """Fill dq, dk and dv, without a mask, of a call that `takes_heads`."""
+    batches, heads, queries, _ = q.shape
+    keys, padded = k.shape[2], statistics.shape[1]
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return launcher(
+        hopper_gradients_of_heads, (min(batches * heads, _multiprocessors(q.device)),),
+        _described(q, BLOCK_M), _described(k, BLOCK_N), _described(v, BLOCK_N), _described(gradient, BLOCK_M),
+        TensorDescriptor(statistics, list(statistics.shape), [padded, 1], [1, BLOCK_M], flat), dq, dk, dv,
+        *dq.stride()[:3], *dk.stride()[:3], *dv.stride()[:3], batches, heads, queries, keys,
+        scale, scale * launching.LOG2E.value, _MOST_TILES, keys % BLOCK_N == 0, STAGES,
         num_warps=4, maxnreg=_BACKWARD_REGISTERS,
     )  # fmt: skip
