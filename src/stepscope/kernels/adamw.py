@@ -50,8 +50,8 @@ from stepscope.kernels.launching import ALIGNMENT_BYTES, interpreted, launch
 CHUNK = tl.constexpr(1024)
 """Elements that a program updates at a time."""
 
-BLOCK = tl.constexpr(256)
-"""Elements whose moments share a scale, where they have 8 bits: a warp's part of a chunk."""
+BLOCK = tl.constexpr(128)
+"""Elements whose moments share a scale, where they have 8 bits: four for each thread of a warp."""
 
 _BLOCKS = tl.constexpr(CHUNK.value // BLOCK.value)
 SIGNED_BASE, UNSIGNED_BASE = tl.constexpr((1016 - 127) << 20), tl.constexpr((1016 - 255) << 20)
@@ -199,11 +199,12 @@ def _random_bits(offsets, seed):
 @triton.jit
 def _code_at(address, start, ALIGNED: tl.constexpr):
     pointer = address.to(tl.pointer_type(tl.uint8)) + start
-    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+    return tl.multiple_of(pointer, 4) if ALIGNED else pointer
 
 
 # Chunks begin at multiples of CHUNK elements, so they are aligned as their tensors are. What is known of a pointer is
-# said where it is made: said of a function's argument it is lost, and loads are as narrow as an element.
+# said where it is made: said of a function's argument it is lost, and loads are as narrow as an element. A thread gets
+# four elements of every tensor, of 16 bits and 8 too: with more of them, values would change threads.
 
 
 @triton.jit
@@ -216,7 +217,7 @@ def _fp32_at(address, start, ALIGNED: tl.constexpr):
 @triton.jit
 def _bf16_at(address, start, ALIGNED: tl.constexpr):
     pointer = address.to(tl.pointer_type(tl.bfloat16)) + start
-    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+    return tl.multiple_of(pointer, 8) if ALIGNED else pointer
 
 
 # ---- clipping
