@@ -179,7 +179,7 @@ def test_moments_of_8_bits_are_a_code_beside_the_number_and_right_in_the_mean():
     torch.testing.assert_close(average, 0.1 * gradient.double(), rtol=0.126, atol=0.1 * 2.0**-18)
     torch.testing.assert_close(square, 0.001 * gradient.double() ** 2, rtol=0.126, atol=0.001 * 2.0**-34)
     assert square.min() > 0
-    equal = nn.Parameter(torch.zeros(32 * BLOCK.value, device=DEVICE))
+    equal = nn.Parameter(torch.zeros(16 * BLOCK.value, device=DEVICE))
     optimizer = AdamW8Bit([equal], **OPTIONS)
     for step in range(25):
         equal.grad = torch.full_like(equal, 0.3 if step == 0 else 0.28)

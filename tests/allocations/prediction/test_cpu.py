@@ -237,11 +237,11 @@ def test_clipping(dtype: str):
     assert launch.after_parameters - without.after_parameters == 1024
 
 
-def test_moments_of_8_bits_are_a_quarter_and_a_scale_for_128():
+def test_moments_of_8_bits_are_a_quarter_and_a_scale_for_256():
     workload = TextbookWorkload(model=PRESETS["small"], phase="train", dtype="bf16", optimizer="adamw-one-launch")
     full = estimate(workload).after_parameters
     eight = estimate(msgspec.structs.replace(workload, optimizer="adamw-8bit")).after_parameters
-    saved = parameter_count(workload.model) * (6 - 8 / 128)
+    saved = parameter_count(workload.model) * (6 - 8 / 256)
     assert full - eight == pytest.approx(saved, rel=0.01)
 
 

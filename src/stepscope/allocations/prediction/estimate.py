@@ -199,7 +199,7 @@ class CompiledBlocks(CompiledSymbolicModel):
         return self._outside().loss(tape, logits)
 
 
-_CHUNK, _BLOCK = 1024, 128
+_CHUNK, _BLOCK = 1024, 256
 """Elements of a chunk of the update in one launch, and those that share a scale of 8 bits (kernels/adamw.py)."""
 
 _SUMS = 4096

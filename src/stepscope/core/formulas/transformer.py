@@ -109,7 +109,7 @@ def product_counts(workload: TextbookWorkload) -> tuple[int, int]:
 
 
 def moment_bytes(workload: StepChoices) -> int:
-    """Bytes of an element of each of AdamW's two moments, without the scale that 128 of 8 bits share."""
+    """Bytes of an element of each of AdamW's two moments, without the scale that 256 of 8 bits share."""
     of_optimizer = {"adamw-bf16-state": 2, "adamw-8bit": 1}
     return of_optimizer.get(str(workload.optimizer), PRECISIONS[workload.dtype].moments)
 
