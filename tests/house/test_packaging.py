@@ -62,7 +62,9 @@ def installed(wheel: Path) -> Path:
 
 def source_files() -> dict[str, bytes]:
     """Every file of the package, code and data, by its name in the wheel."""
-    files = [file for file in (ROOT / "src" / "stepscope").rglob("*") if file.is_file() and file.suffix != ".pyc"]
+    files = [
+        file for file in (ROOT / "src" / "stepscope").rglob("*") if file.is_file() and "__pycache__" not in str(file)
+    ]
     return {file.relative_to(ROOT / "src").as_posix(): file.read_bytes() for file in files}
 
 
