@@ -77,12 +77,10 @@ class Allocations(Sequence[Allocation]):
         """The allocation at a place, or a list of those of a slice."""
         if isinstance(at, slice):
             return [self[i] for i in range(len(self))[at]]
-        figures = {name: int(column[at]) for name, column in self.columns.items()}
-        ends = {name: None if figures[name] == NEVER else figures[name] for name in ("free", "completed")}
+        figures: dict[str, Any] = {name: int(column[at]) for name, column in self.columns.items()}
+        figures |= {name: None for name in ("free", "completed") if figures[name] == NEVER}
         pools: list[PoolId] = self.pools or [ORDINARY]
-        return Allocation(
-            **{**figures, **ends}, pool=pools[at if self.pools else 0], open_ended=at % len(self) in self.open_ended
-        )  # type: ignore[arg-type]
+        return Allocation(**figures, pool=pools[at if self.pools else 0], open_ended=at % len(self) in self.open_ended)
 
     def live_at_end(self) -> dict[int, int]:
         """The block of each that nothing frees, by its address."""

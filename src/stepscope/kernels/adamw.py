@@ -53,6 +53,9 @@ CHUNK = tl.constexpr(1024)
 BLOCK = tl.constexpr(256)
 """Elements whose moments share a scale, where they have 8 bits: eight for each thread of a warp."""
 
+WIDE, HALF_AS_WIDE = tl.constexpr(16), tl.constexpr(8)
+"""Bytes of 16-bit numbers that a thread reads at once."""
+
 _BLOCKS = tl.constexpr(CHUNK.value // BLOCK.value)
 SIGNED_BASE, UNSIGNED_BASE = tl.constexpr((1016 - 127) << 20), tl.constexpr((1016 - 255) << 20)
 SIGNED_LEAST, UNSIGNED_LEAST = tl.constexpr(1.125 * 2.0**-16), tl.constexpr(1.125 * 2.0**-32)
@@ -119,7 +122,7 @@ def _update(
     mask = offsets < left if MASKED else None
     # A thread reads 4 elements of every tensor, where the others have 32 bits: with 8 of 16 bits, values would change
     # threads. Beside 8 of 8 bits it is the faster way.
-    wide: tl.constexpr = 16 if EIGHT else 8
+    wide: tl.constexpr = WIDE if EIGHT else HALF_AS_WIDE
     w_ptrs = _fp32_at(w, start, ALIGNED) + offsets
     if half:
         g = tl.load(_bf16_at(gradient, start, ALIGNED, wide) + offsets, mask=mask).to(tl.float32)
