@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.errors import CompilationError
 
 
 @triton.jit
@@ -43,7 +44,7 @@ signature = {"source": "*fp32", "scales": "constexpr", "out": "*fp32"}
 try:
     triton.compile(ASTSource(fn=copy, signature=signature, constexprs={"scales": None}), target=GPUTarget("cuda", 90, 32))
     print(f"{triton.__version__}: compiled")
-except Exception as error:
+except CompilationError as error:
     print(f"{triton.__version__}: {type(error).__name__}")
 PY
 seen=""

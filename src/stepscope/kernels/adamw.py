@@ -347,7 +347,7 @@ class Updated:
     exp_avg_sq: Tensor
     """As exp_avg."""
     scales: tuple[Tensor, Tensor] | None = None
-    """Of both moments' codes: fp32, one for each BLOCK of elements as they lie. All of an update have them, or none."""
+    """Scales of both moments' codes: fp32, one for each BLOCK of elements as they lie. All of an update, or none."""
 
 
 class UpdateOfMany:

@@ -68,7 +68,7 @@ class Training:
         self._with_gradient: set[int] = set()
         self._steps = self._called = 0
         self._infinite: list[torch.Tensor] = []
-        """Of calls of a fused optimizer's step by a scaler: above 0 where a gradient was not finite."""
+        """What a scaler gives a fused optimizer's step: above 0 where a gradient was not finite."""
         self._counted: int | None = None
         self.hooks = contextlib.ExitStack()
         """The hooks on the optimizers; close it to take them off."""

@@ -142,7 +142,7 @@ class AdamWOneLaunch(Updating):
 
 
 class AdamW8Bit(AdamWOneLaunch):
-    """The same with both moments in 8 bits, and a scale for each 256 of them: 2 bytes a parameter, not 8.
+    """AdamWOneLaunch with both moments in 8 bits, and a scale for each 256 of them: 2 bytes a parameter, not 8.
 
     A coarse code moves a parameter no further than AdamW could (kernels/adamw). Beside a gradient in its block that is
     more than 2^16 times as large, one moves less than it would. Rounding is random, and the same again for the same
