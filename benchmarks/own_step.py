@@ -182,6 +182,7 @@ _ON_CPU: dict[str, Way] = {"bf16, eager": {"dtype": "bf16"}, "bf16, sdpa": {"dty
 _ALL = {"norm": "fused", "mlp": "fused", "loss": "fused"}
 _JOINT = {"projections": "joint"}
 _LOSS = {"loss": "fused"}
+_MLP = {"mlp": "fused"}
 _DEFAULT, _BLOCKS = {"compile": "default"}, {"compile": "blocks"}
 _UNDER = {"optimizer": "adamw-under-backward"}
 OURS: dict[str, Way] = {
@@ -191,6 +192,22 @@ OURS: dict[str, Way] = {
     "flash, fused loss, default, graph": {**_MASTERS, **_LOSS, **_DEFAULT, "attention": "flash"},
     "flash, joint, default, graph": {**_MASTERS, **_JOINT, **_DEFAULT, "attention": "flash"},
     "flash, joint, fused, default, graph": {**_MASTERS, **_ALL, **_JOINT, **_DEFAULT, "attention": "flash"},
+    "flash, joint, fused mlp, fused loss, default, graph": {
+        **_MASTERS,
+        **_MLP,
+        **_LOSS,
+        **_JOINT,
+        **_DEFAULT,
+        "attention": "flash",
+    },
+    "sdpa, joint, fused mlp, fused loss, default, graph": {
+        **_MASTERS,
+        **_MLP,
+        **_LOSS,
+        **_JOINT,
+        **_DEFAULT,
+        "attention": "sdpa",
+    },
     "flash, default, graph": {**_MASTERS, **_DEFAULT, "attention": "flash"},
     "sdpa, joint, default, graph": {**_MASTERS, **_JOINT, **_DEFAULT, "attention": "sdpa"},
     "sdpa, default, graph": {**_MASTERS, **_DEFAULT, "attention": "sdpa"},
@@ -212,7 +229,7 @@ OURS: dict[str, Way] = {
 backward go with compiled blocks: backward of a model that is compiled as a whole gives all gradients at its end."""
 
 _BY_HAND = ("masters, default, graph", "autocast, default, graph")
-_DECODER = ("flash, joint, fused loss, default, graph", "sdpa, joint, fused loss, default, graph")
+_DECODER = ("flash, joint, fused mlp, fused loss, default, graph", "sdpa, joint, fused mlp, fused loss, default, graph")
 _ENCODER = ("flash, joint, default, graph", "sdpa, joint, default, graph")
 SHORT: dict[str, dict[str, tuple[str, ...]]] = {
     "llama-3.2-1b": {"hand": _BY_HAND[::-1], "ours": _DECODER},

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepscope.core.errors import InputError
@@ -61,6 +62,27 @@ def test_weights_that_lie_together_and_gradients_side_by_side_are_never_copied(m
     assert x.grad is not None
     right = torch.stack([weight.detach().sum(0) for weight in given]).sum(0)
     torch.testing.assert_close(x.grad, right.expand(2, 4, -1))
+
+
+def test_a_compiler_is_not_given_the_copy_of_gradients_to_fuse():
+    seen: list[str] = []
+
+    def recorded(graph: torch.fx.GraphModule, _inputs: Any) -> torch.fx.GraphModule:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def turned(x: Tensor, *weights: Tensor) -> Tensor:
+        first, *others = (part.sin().sum() for part in joint_projections(x, weights))
+        return sum(others, start=first)
+
+    x, given = inputs(), weights(together=True)
+    leaves = [x, *given]
+    compiled = torch.compile(turned, backend=aot_autograd(fw_compiler=recorded, bw_compiler=recorded))
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(x, *given), leaves), torch.autograd.grad(turned(x, *given), leaves)
+    )
+    assert "stepscope.joint_projections_backward.default" in seen
+    assert "aten.cat.default" not in seen
 
 
 def test_parameters_stay_themselves_and_their_gradients_are_of_their_dtype():

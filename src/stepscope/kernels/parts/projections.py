@@ -11,8 +11,10 @@ Apart, each projection is a product of its own, and backward adds up as many gra
 products fill a GPU better, the sum over projections is made inside one product, and nothing is added afterwards.
 
 W is no copy where the weights lie one behind the other in memory (`lie_together`); elsewhere they are put together
-first. A compiler writes gradients side by side where it makes them; elsewhere they are copied. The results are views of
-y, so as long as one is kept, all are. Under autocast W is cast in forward and again in backward.
+first. The gradients dy are no copy either where they lie side by side, as the fused SwiGLU leaves them; elsewhere they
+are copied when they are there. A compiler is kept from doing this while it makes them: for each number of dy it would
+compute all projections' gradients and choose one (RoPE's took it 15 times as long as its bytes need). The results are
+views of y, so as long as one is kept, all are. Under autocast W is cast in forward and again in backward.
 """
 
 from collections.abc import Sequence
@@ -120,7 +122,6 @@ class _Joint(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         dys = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
         biases = [dy.sum(0).to(dtype) for dy, dtype in zip(dys, ctx.bias_dtypes, strict=False)]
-        dys = [torch.cat(dys, dim=1)] if torch.compiler.is_compiling() else dys
         rows = x.reshape(-1, x.shape[-1])
         run = torch.ops.stepscope.joint_projections_backward if watched(x, *dys, *weights) else _gradients
         dx, dweight = run(dys, rows, weights)
