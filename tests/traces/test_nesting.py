@@ -121,14 +121,22 @@ def test_nested_intervals_where_a_climb_is_given_up_or_they_are_too_many_to_be_c
         check(intervals, asked)
 
 
+@given(intervals=nested(), asked=asked_moments, at_once=st.sampled_from([3, 50]))
+def test_moments_merged_with_intervals(intervals: list[Interval], asked: list[tuple[int, int]], at_once: int):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nesting, "_MERGED", 0)
+        patch.setattr(nesting, "_AT_ONCE", at_once)
+        check(intervals, asked)
+
+
 crossing = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 20)), min_size=1, max_size=25)
 
 
-@given(crossing, st.sampled_from([1, 40]))
+@given(crossing, st.sampled_from([("_CLIMB", 1), ("_CLIMB", 40), ("_MERGED", 0)]))
 @settings(max_examples=300)
-def test_where_intervals_cross_the_last_begun_is_innermost(intervals: list[Interval], climb: int):
+def test_where_intervals_cross_the_last_begun_is_innermost(intervals: list[Interval], limit: tuple[str, int]):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nesting, "_CLIMB", climb)
+        patch.setattr(nesting, *limit)
         nest = Nest(frame(intervals), "track")
         ordered = [intervals[row] for row in nest.order.to_list()]
         check_innermost(nest, ordered, [])
@@ -148,8 +156,10 @@ def test_unchecked_crossings_do_no_harm(intervals: list[Interval]):
         assert len(nest.innermost(moments["track"], moments["start_ns"] + 5)) == len(intervals)
 
 
-def test_ten_thousand_levels():
+@pytest.mark.parametrize("merged", [0, 1 << 17])
+def test_ten_thousand_levels(merged: int, monkeypatch: pytest.MonkeyPatch):
     """Far beyond the ancestors that are tried one by one."""
+    monkeypatch.setattr(nesting, "_MERGED", merged)
     levels = 10_000
     intervals = [(7, SINCE_1970_NS + level, 2 * (levels - level)) for level in range(levels)]
     nest = Nest(frame(intervals), "track")
@@ -172,7 +182,9 @@ def test_times_too_far_apart_for_one_key():
     )
 
 
-def test_moments_before_and_after_everything_and_on_unknown_tracks():
+@pytest.mark.parametrize("merged", [0, 1 << 17])
+def test_moments_before_and_after_everything_and_on_unknown_tracks(merged: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nesting, "_MERGED", merged)
     nest = Nest(frame([(1, 100, 10), (2, 0, 1000)]), "track")
     tracks = pl.Series([1, 1, 1, 1, 1, 1, 3, None, 1], dtype=pl.Int64)
     times = pl.Series([-(2**62), 0, 99, 109, 110, 2**62, 105, 105, None], dtype=pl.Int64)

@@ -8,7 +8,7 @@ Where some do cross (ranges of several threads, times cut to microseconds), the 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import polars as pl
 
@@ -22,6 +22,10 @@ they come from the stack of a thread."""
 
 _AT_ONCE = 1 << 18
 """The most moments that are looked up at once, to save memory and to stay in the processor's caches."""
+_MERGED = 1 << 17
+"""Moments from which on intervals are merged with them by NumPy; for fewer, its import takes what it saves."""
+_LEVELS, _TRACKS, _NEVER = 1 << 6, 1 << 6, -(2**63)
+"""The most levels and tracks that are merged one after the other; and the moment that stands for none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +78,33 @@ class Nest:
 
     def __init__(self, intervals: pl.DataFrame, track: str) -> None:
         """`intervals` has columns `track`, start_ns, duration_ns."""
-        self.height = intervals.height
-        self.order = pl.Series(dtype=pl.UInt32)
-        if not self.height:
-            return
+        self.height, self._intervals, self._track = intervals.height, intervals, track
+
+    @cached_property
+    def _sorted(self) -> tuple[_Scale, pl.Series, pl.Series, pl.Series]:
+        """The scale of the keys, the rows in order, and the keys of starts and ends in that order."""
+        intervals, track = self._intervals, self._intervals[self._track]
         start_ns = intervals["start_ns"]
         end_ns = start_ns + intervals["duration_ns"].clip(lower_bound=1)
-        self._scale = _scale(intervals[track], start_ns, end_ns)
-        starts, ends = self._scale.keys(intervals[track], start_ns), self._scale.keys(intervals[track], end_ns)
-        del start_ns, end_ns
+        scale = _scale(track, start_ns, end_ns)
+        starts, ends = scale.keys(track, start_ns), scale.keys(track, end_ns)
+        del start_ns, end_ns  # for a million intervals, what is not needed any more counts
         keys = pl.DataFrame([starts.alias("start"), ends.alias("end")])
-        self.order = keys.select(pl.arg_sort_by("start", "end", descending=[False, True])).to_series()
-        self._starts = keys["start"].gather(self.order)
-        self._ends = keys["end"].gather(self.order)
-        del keys, starts, ends  # for a million intervals, what is not needed any more counts
+        order = keys.select(pl.arg_sort_by("start", "end", descending=[False, True])).to_series()
+        return scale, order, keys["start"].gather(order), keys["end"].gather(order)
+
+    @property
+    def order(self) -> pl.Series:
+        """The rows of the intervals, in order."""
+        return self._sorted[1] if self.height else pl.Series(dtype=pl.UInt32)
+
+    @property
+    def _starts(self) -> pl.Series:
+        return self._sorted[2]
+
+    @property
+    def _ends(self) -> pl.Series:
+        return self._sorted[3]
 
     @cached_property
     def depth(self) -> pl.Series:
@@ -163,11 +180,42 @@ class Nest:
 
     def innermost(self, track: pl.Series, time_ns: pl.Series) -> pl.Series:
         """Row of the innermost interval that is open on that track at that moment (its end excluded), or null."""
+        if len(track) >= _MERGED and self.height and (merged := self._merged(track, time_ns)) is not None:
+            return merged
         if len(track) <= _AT_ONCE:
             return self.rows(self.innermost_position(track, time_ns))
         pieces = zip(*(column.to_frame().iter_slices(_AT_ONCE) for column in (track, time_ns)), strict=True)
         found = [self.rows(self.innermost_position(*(one.to_series() for one in piece))) for piece in pieces]
         return pl.concat(found, rechunk=True)
+
+    def _merged(self, track: pl.Series, time_ns: pl.Series) -> pl.Series | None:
+        """As `innermost`, where intervals of a track do not cross as far as the moments tell, and no two are equal;
+        else None."""
+        import numpy as np  # noqa: PLC0415  (it takes a while)
+
+        tracks, starts = self._intervals[self._track].fill_null(_NEVER + 1), self._intervals["start_ns"].to_numpy()
+        ends, order = np.maximum(self._intervals["duration_ns"].to_numpy(), 1), None
+        ends, tracks = ends + starts, tracks.to_numpy()
+        if (starts[1:] < starts[:-1]).any() or ((starts[1:] == starts[:-1]) & (ends[1:] > ends[:-1])).any():
+            order = np.lexsort((-ends, starts))
+            tracks, starts, ends = tracks[order], starts[order], ends[order]
+        if ((starts[1:] == starts[:-1]) & (ends[1:] == ends[:-1])).any():
+            return None
+        asked, moments = track.fill_null(_NEVER).to_numpy(), time_ns.fill_null(_NEVER).to_numpy()
+        found = np.full(len(moments), -1, np.int32)
+        for first in range(0, len(moments), _AT_ONCE):
+            left = np.arange(first, min(first + _AT_ONCE, len(moments)))
+            for turn in range(len(left)):  # a track after the other
+                here = asked[left] == asked[left[0]]
+                rows, left = (left, left[:0]) if here.all() else (left[here], left[~here])
+                innermost = _innermost_of((starts, ends, tracks), asked[rows[0]], moments[rows])
+                if innermost is None or turn == _TRACKS:
+                    return None
+                found[rows] = innermost
+                if not len(left):
+                    break
+        found = found if order is None else np.where(found < 0, -1, order[found])
+        return pl.Series("row", found).cast(pl.UInt32, strict=False)
 
     def rows(self, positions: pl.Series) -> pl.Series:
         """The rows of the intervals at these positions."""
@@ -181,7 +229,7 @@ class Nest:
         """
         if not self.height:
             return pl.Series("position", [None], dtype=pl.Int64).new_from_index(0, len(track))
-        keys = self._scale.keys(track, time_ns)
+        keys = self._sorted[0].keys(track, time_ns)
         known = keys if not keys.null_count() else keys.fill_null(-1)
         at = self._starts.search_sorted(known, side="right").cast(pl.Int64) - 1
         at = at.set(at < 0, None) if cast("int", at.min() or 0) < 0 else at
@@ -214,6 +262,58 @@ class Nest:
                 stack.pop()
             innermost[query] = stack[-1] if stack else None
         return pl.Series("at", innermost, dtype=pl.Int64)
+
+
+def _innermost_of(intervals: tuple[Any, Any, Any], track: Any, moments: Any) -> Any:
+    """The place of the interval of a track that is innermost at each moment, or -1; None where some cross.
+
+    `intervals`: starts, ends and tracks, by start, outer before inner. They become stretches of the sorted moments;
+    each level of depth is then written over those further out.
+    """
+    import numpy as np  # noqa: PLC0415
+
+    by_time = np.argsort(moments, kind="stable")  # of a few sorted runs it takes no time
+    moments = moments[by_time]
+    held, low, high = _holding(intervals, track, moments)
+    ended = np.cumsum(np.bincount(high, minlength=len(moments) + 1))
+    depth = np.arange(len(held)) - ended[low]
+    innermost, levels = np.full(len(moments), -1), int(depth.max(initial=-1)) + 1
+    for level in range(levels):
+        some = np.flatnonzero(depth == level)
+        begins, stops = low[some], high[some]
+        around = innermost[begins]
+        if (
+            levels > _LEVELS
+            or (begins[1:] < stops[:-1]).any()
+            or (level and ((around < 0) | (stops > high[around])).any())
+        ):
+            return None
+        # In turn the moments before one of them, which keep what they have, and those within.
+        places, lengths = np.full(2 * len(some) + 1, -1), np.empty(2 * len(some) + 1, np.int64)
+        places[1::2], lengths[1::2] = some, stops - begins
+        lengths[::2] = np.append(begins, len(moments)) - np.append(0, stops)
+        written = np.repeat(places, lengths)
+        np.copyto(innermost, written, where=written >= 0)
+    found = np.empty(len(moments), np.int64)
+    found[by_time] = np.append(held, -1)[innermost]
+    return found
+
+
+def _holding(intervals: tuple[Any, Any, Any], track: Any, moments: Any) -> tuple[Any, Any, Any]:
+    """The intervals of a track that hold some of these sorted moments: their places, and from which moment to which."""
+    import numpy as np  # noqa: PLC0415
+
+    starts, ends, tracks = intervals
+    begun = int(starts.searchsorted(moments[-1], side="right"))
+    held = np.flatnonzero((ends[:begun] > moments[0]) & (tracks[:begun] == track))
+    if len(moments) < len(held):  # the moments before each start, counted from the other side
+        before = starts[held].searchsorted(moments, side="right")
+        low = np.cumsum(np.bincount(before, minlength=len(held) + 1))[:-1]
+    else:
+        low = moments.searchsorted(starts[held])
+    some = np.flatnonzero(np.append(moments, _LARGEST)[low] < ends[held])  # the next moment is within
+    held, low = held[some], low[some]
+    return held, low, moments.searchsorted(ends[held])
 
 
 def numbered(frame: pl.DataFrame, by: list[str]) -> pl.Series:

@@ -535,7 +535,9 @@ def _is_named(names: list[str]) -> pl.Expr:
 def _named(ranges: pl.DataFrame, names: list[str], threads: pl.DataFrame) -> pl.DataFrame:
     """The nested ranges of these names on threads that launch work: start_ns, duration_ns, name, track."""
     parts = []
-    for part in ranges.iter_slices(1 << 18):  # a million ranges are filtered piece by piece, to save memory
+    for part in (
+        ranges.iter_slices(1 << 18) if names else ()
+    ):  # a million ranges are filtered piece by piece, to save memory
         chosen = part.filter(pl.col("nested") & _is_named(names))
         parts.append(_on_threads(chosen, threads).select("start_ns", "duration_ns", "name", "track"))
     nothing = {"start_ns": pl.Int64, "duration_ns": pl.Int64, "name": pl.Categorical(), "track": pl.Int64}
