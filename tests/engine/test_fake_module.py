@@ -169,6 +169,8 @@ class Projected(nn.Module):
         return F.scaled_dot_product_attention(self.q_proj(x), self.k_proj(x), self.v_proj(x))
 
 def projected(): return nn.Sequential(Projected(), Projected()), torch.randn(16, 32, 64), torch.sum
+def pictured():
+    return nn.Sequential(nn.Conv2d(3, 48, 8, 8), nn.Flatten(2)), torch.randn(16, 3, 64, 64), lambda out: out.norm()
 
 def plain(): return nn.Sequential(nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 600)), torch.ones(2, 600), torch.sum
 def there():
@@ -402,8 +404,9 @@ def test_what_a_step_holds_wherever_it_is_kept(file: Path, factory: str, argumen
     assert found.unseen == Unseen(without_state_bytes=stateless, outside_bytes=outside)
 
 
-def test_joint_projections_hold_at_their_peak_what_a_cpu_gives_them(file: Path):
-    workload = own(file, "projected", projections="joint")
+@pytest.mark.parametrize("factory", ["projected", "pictured"])
+def test_joint_projections_hold_at_their_peak_what_a_cpu_gives_them(file: Path, factory: str):
+    workload = own(file, factory, projections="joint")
     found = fitted(workload, device="cpu", search=False)
     assert found.workload.projections == "joint"
     assert found.estimate.memory.backward_peak == pytest.approx(bytes_on_a_cpu(workload)["backward"], abs=64)

@@ -22,6 +22,7 @@ from stepscope.core.formulas.spelled import script_lines
 from stepscope.core.parts import PartFound
 from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine.fake_module import watch_module_step
+from stepscope.kernels.parts.projections import join_projections, joined, projections_found
 from stepscope.recording.device import timing_device
 from stepscope.recording.driven import step_flops
 from stepscope.recording.step import drive
@@ -29,7 +30,7 @@ from stepscope.runs.answer import answer_run
 from stepscope.runs.checks import check_run
 from stepscope.training.attention import implementation
 from stepscope.training.attention.pytorch import as_captured, attention_found, calls_held, swap_attention
-from stepscope.training.parts.replaced import absent_from, join_projections, joined, projections_found, replace_parts
+from stepscope.training.parts.replaced import absent_from, replace_parts
 from stepscope.training.user_module.loading import make_user_step
 from stepscope.training.user_module.module_step import ModuleStep
 from tests.command import stepscope

@@ -598,6 +598,19 @@ def test_a_model_made_of_its_configuration(tmp_path: Path, fields: dict[str, Any
     assert observation.blocks_again == blocks and observation.covers_batch and observation.distinct_batches == 4
 
 
+def test_joint_projections_of_a_vision_model_take_its_patches_as_rows_of_a_product(tmp_path: Path):
+    pytest.importorskip("transformers")
+    factory, sizes = configuration(tmp_path, VIT), {"batch_size": 2, "seq_len": 8}
+    apart, joint = (
+        made(factory, arguments=sizes, phase="forward-backward", projections=how)[0] for how in ("apart", "joint")
+    )
+    replaced = [str(one) for one in joint.found]
+    assert len(replaced) == 2 and "projections joint: 1 ViTPatchEmbeddings replaced" in replaced
+    assert apart.model.state_dict().keys() == joint.model.state_dict().keys()
+    for a, b in zip(gradients(apart), gradients(joint), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize(
     ("fields", "shapes"),
     [

@@ -67,7 +67,8 @@ Graph = Literal["none", "step"]
 
 Projections = Literal["apart", "joint"]
 """joint: projections of one input (query, key and value; gate and up) are one product, forward and backward. Their
-weights stay parameters of their own, and lie one behind the other in memory."""
+weights stay parameters of their own, and lie one behind the other in memory. In a user's model convolutions of patches,
+whose stride is their kernel, are one product, too."""
 
 GRAPH_WARMUP = 4
 """Steps until a step is replayed: three run as they are, and the next is captured."""

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import torch
@@ -22,6 +23,18 @@ def matmul_precision(dtype: Dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextlib.contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """A context in which cuDNN's convolutions of fp32 are true fp32: its usual is TF32, whatever products are."""
+    convolutions: Any = torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
+    before = convolutions.fp32_precision
+    convolutions.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        convolutions.fp32_precision = before
 
 
 def probe_relative_error(device: torch.device) -> float:

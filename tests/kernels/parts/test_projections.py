@@ -1,4 +1,4 @@
-"""Projections as one product: the same results and gradients as apart, however their weights and gradients lie."""
+"""Projections as one product, and patches: the same results and gradients as apart, however they lie in memory."""
 
 from typing import Any
 
@@ -12,7 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from stepscope.core.errors import InputError
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.kernels.parts import projections
-from stepscope.kernels.parts.projections import joint_projections, lie_together
+from stepscope.kernels.parts.projections import (
+    join_projections,
+    joint_projections,
+    lie_together,
+    patch_products,
+    projections_found,
+)
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini, run_steps
 
@@ -143,3 +149,110 @@ def test_what_does_not_go_with_joint_projections_is_said_in_one_line():
         mini(projections="joint", parallel="ddp", ranks=2)
     with pytest.raises(InputError, match="projections joint does not go with dtype fp8: choose --projections apart"):
         mini(projections="joint", dtype="fp8")
+
+
+CONVOLUTIONS = {1: (nn.Conv1d, F.conv1d), 2: (nn.Conv2d, F.conv2d), 3: (nn.Conv3d, F.conv3d)}
+"""By the number of axes: the module, and its function."""
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [
+        ((2, 3, 8, 8), (4, 4)),
+        ((2, 3, 7, 11), (3, 4)),
+        ((3, 6, 4), (2, 4)),
+        ((2, 3, 9), (4,)),
+        ((1, 2, 4, 5, 6), (2, 1, 3)),
+    ],
+)
+def test_patches_as_rows_have_the_results_and_gradients_of_a_convolution(
+    shape: tuple[int, ...], kernel: tuple[int, ...], biased: bool
+):
+    """Also where kernels do not divide sizes, and of one picture without a batch."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = (shape, (5, shape[-len(kernel) - 1], *kernel), (5,))[: 3 if biased else 2]
+    leaves = [
+        torch.randn(each, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_() for each in shapes
+    ]
+    found, right = patch_products(*leaves), CONVOLUTIONS[len(kernel)][1](*leaves, stride=kernel)
+    torch.testing.assert_close(found, right)
+    upstream = torch.randn_like(right)
+    pairs = (torch.autograd.grad(each, leaves, upstream) for each in (found, right))
+    torch.testing.assert_close(*pairs)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_patches_round_no_more_than_the_convolution_does(autocast: bool):
+    """In fp32 and under autocast to bf16, beside float64: values, and the gradients of picture, weight and bias."""
+    leaves = [torch.randn(each, device=DEVICE).requires_grad_() for each in ((4, 3, 32, 32), (24, 3, 8, 8), (24,))]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+
+    def of(function: Any, leaves: list[Tensor], **more: Any) -> list[Tensor]:
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast and leaves is not exact):
+            out = function(*leaves, **more)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    right = of(F.conv2d, exact, stride=8)
+    ours, theirs = (
+        [
+            float((one.detach().double() - other.detach()).norm() / other.detach().norm())
+            for one, other in zip(found, right, strict=True)
+        ]
+        for found in (of(patch_products, leaves), of(F.conv2d, leaves, stride=8))
+    )
+    least = 1e-2 if autocast else 1e-6
+    assert all(our <= max(2 * their, least) for our, their in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+class _OfOwn(nn.Conv2d): ...
+
+
+def _with(change: Any) -> nn.Module:
+    layer = nn.Conv2d(2, 4, 2, 2)
+    change(layer)
+    return layer
+
+
+LEFT_CONVOLUTIONS = {
+    "its stride is not its kernel": lambda: nn.Conv2d(2, 4, 3, 2),
+    "it has padding": lambda: nn.Conv2d(2, 4, 2, 2, padding=1),
+    "it has a dilation": lambda: nn.Conv2d(2, 4, 2, 2, dilation=2),
+    "it has groups": lambda: nn.Conv2d(2, 4, 2, 2, groups=2),
+    "it is a _OfOwn": lambda: _OfOwn(2, 4, 2, 2),
+    "it is a ParametrizedConv2d": lambda: _with(nn.utils.parametrizations.weight_norm),
+    "one has hooks": lambda: _with(lambda layer: layer.register_forward_hook(lambda *_: None)),
+    "one has a patched forward": lambda: _with(lambda layer: setattr(layer, "forward", layer.forward)),
+}
+
+
+@pytest.mark.parametrize("why", LEFT_CONVOLUTIONS)
+def test_other_convolutions_are_left_with_the_reason(why: str):
+    model = nn.Sequential(LEFT_CONVOLUTIONS[why](), nn.Conv2d(4, 4, 1))
+    with pytest.raises(InputError, match=f"projections joint replaces nothing in Sequential: Sequential: {why}; leave"):
+        join_projections(model)
+    model.append(nn.Conv2d(4, 6, (2, 3), (2, 3), padding="valid"))
+    undo = join_projections(model)
+    assert [str(each) for each in projections_found(model)] == [
+        f"projections joint: 1 Sequential left, {why}",
+        "projections joint: 1 Sequential replaced",
+    ]
+    undo()
+    assert type(model[2]) is nn.Conv2d
+
+
+def test_a_model_of_patches_keeps_its_parameters_and_its_own_errors():
+    model = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Flatten(), nn.Linear(32, 2))
+    shared = nn.Conv2d(3, 8, 4, 4)
+    with pytest.raises(InputError, match="a weight is shared"):
+        join_projections(nn.ModuleDict({"one": shared, "other": shared}))
+    keys, x = [*model.state_dict()], torch.randn(2, 3, 9, 8)
+    right = model(x)
+    undo = join_projections(model)
+    torch.testing.assert_close(model(x), right)
+    assert [*model.state_dict()] == keys
+    for shape, said in (((2, 4, 8, 8), "to have 3 channels"), ((2, 3, 3, 8), "Kernel size can't be greater")):
+        with pytest.raises(RuntimeError, match=said):
+            model(torch.randn(shape))
+    undo()
+    torch.testing.assert_close(model(x), right)

@@ -121,7 +121,7 @@ def run(
       the preset's own. kernels says how norm, rope, mlp and loss are computed: reference, compiled, fused, liger or
       quack (which has no mlp), for all or by part, as in {"norm": "fused"}; of a module or a factory's it says so of
       norm, mlp and loss, where modules compute the same. projections: apart, or joint: those of one input are one
-      product.
+      product, and so are a picture's patches.
 
     How it runs, whatever the model:
 

@@ -15,17 +15,27 @@ first. The gradients dy are no copy either where they lie side by side, as the f
 are copied when they are there. A compiler is kept from doing this while it makes them: for each number of dy it would
 compute all projections' gradients and choose one (RoPE's took it 15 times as long as its bytes need). The results are
 views of y, so as long as one is kept, all are. Under autocast W is cast in forward and again in backward.
+
+    patch_products(x, W, b)  ->  the convolution of x (..., C, H, W) whose stride is its kernel (p, q), as one product
+
+Patches do not overlap then, and lie as rows of C p q numbers after one copy:
+
+    y = patches W^T + b        dW = dy^T patches        db = the sum of dy over rows
+
+cuDNN turns pictures, weights and results into another layout first, and takes several times as long.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
+from stepscope.core.parts import PartFound
 from stepscope.kernels.operators import autocast_dtype, define, refuse_second_derivative, watched
 
 _NAME = "projections joint"
@@ -137,3 +147,226 @@ def joint_projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Ten
         shapes = ", ".join(f"{tuple(w.shape)} in {w.dtype}" for w in weights) or "none"
         raise InputError(f"{_NAME} takes x (..., M) and weights (N, M) of one dtype, not {tuple(x.shape)} and {shapes}")
     return _Joint.apply(x.to(autocast_dtype(x)), len(weights), *weights, *biases)
+
+
+def patch_products(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The convolution of x (..., C, sizes) with a weight (N, C, kernel) whose stride is its kernel, as one product.
+
+    A patch's results lie together in what it returns, (..., N, counts). What is left of a size that its kernel does not
+    divide counts for nothing.
+    """
+    kernel = weight.shape[2:]
+    first = x.dim() - len(kernel) - 1
+    x = x.to(autocast_dtype(x))
+    for axis, length in enumerate(kernel, first + 1):
+        x = x.narrow(axis, 0, x.shape[axis] // length * length)
+    for axis, length in enumerate(kernel):  # (..., C, count, length, count, length)
+        x = x.unflatten(first + 1 + 2 * axis, (-1, length))
+    counts, lengths = ([*range(first + 1 + of, x.dim(), 2)] for of in (0, 1))
+    patches = x.permute(*range(first), *counts, first, *lengths).flatten(first + len(kernel))
+    return F.linear(patches, weight.flatten(1), bias).movedim(-1, first)
+
+
+# The swap in a model: query, key and value, or gate and up; and the embedding of patches.
+#
+# Linear layers of one module that are called with the same tensor, one after another: the first call computes all of
+# them as one product, and the others take their part of it. Nothing else is assumed of the module. A group that is
+# called with other tensors computes each by itself from then on.
+
+
+JOINT_NAMES = (
+    ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("to_q", "to_k", "to_v"), ("wq", "wk", "wv"),
+    ("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"),
+)  # fmt: skip
+"""Names of linear layers of one module that may have one input."""
+
+
+class Joint:
+    """A group of linear layers, and their products of the input that is under way."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = tuple(layers)
+        self.apart = False
+        """Whether they were called with different tensors."""
+        self.x: Tensor | None = None
+        self.parts: dict[int, Tensor] = {}
+
+    @property
+    def biases(self) -> Sequence[Tensor]:
+        """Of all layers, where each has one."""
+        biases = [layer.bias for layer in self.layers]
+        return [] if any(bias is None for bias in biases) else biases
+
+    def part(self, place: int, x: Tensor) -> Tensor | None:
+        """The product of one of them; None where it is to compute it by itself."""
+        if self.apart:
+            return None
+        if self.x is None:
+            parts = joint_projections(x, [layer.weight for layer in self.layers], self.biases)
+            self.x, self.parts = x, dict(enumerate(parts))
+        if self.x is not x or place not in self.parts:
+            self.apart, self.x, self.parts = True, None, {}
+            return None
+        part = self.parts.pop(place)
+        if not self.parts:
+            self.x = None
+        return part
+
+
+class _JointLinear(nn.Linear):
+    """A linear layer whose product is a part of its group's."""
+
+    joint: Joint
+    place: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        part = self.joint.part(self.place, input)
+        if part is None:
+            return F.linear(input, self.weight, self.bias)
+        return part if self.bias is None or self.joint.biases else part + self.bias.to(part.dtype)
+
+
+class _PatchesAsRows(nn.modules.conv._ConvNd):
+    """A convolution of patches as a product. What it does not take is its own, with its own errors."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        kernel = self.kernel_size
+        sizes = input.shape[-len(kernel) :]
+        fits = len(kernel) + 1 <= input.dim() <= len(kernel) + 2 and input.shape[-len(kernel) - 1] == self.in_channels
+        if not fits or any(size < length for size, length in zip(sizes, kernel, strict=True)):
+            return super().forward(input)
+        return patch_products(input, self.weight, self.bias)
+
+
+class _PatchConv1d(_PatchesAsRows, nn.Conv1d): ...
+
+
+class _PatchConv2d(_PatchesAsRows, nn.Conv2d): ...
+
+
+class _PatchConv3d(_PatchesAsRows, nn.Conv3d): ...
+
+
+_OF_PATCHES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Conv1d: _PatchConv1d, nn.Conv2d: _PatchConv2d, nn.Conv3d: _PatchConv3d,
+}  # fmt: skip
+"""Convolutions, by what computes them as a product where they are of patches."""
+
+
+def join_projections(model: nn.Module) -> Callable[[], None]:
+    """Let groups of a model's linear layers, and its convolutions of patches, be one product each, in place; returns
+    what undoes it. Raises InputError where there is none. Layers that are shared, hooked, adapted or parametrised are
+    left alone."""
+    groups = [Joint(layers) for _, layers, why in groups_of(model) if not why]
+    convolutions = [layer for _, layer, why in convolutions_of(model) if not why]
+    if not groups and not convolutions:
+        every = (*groups_of(model), *convolutions_of(model))
+        left = "; ".join(dict.fromkeys(f"{type(module).__name__}: {why}" for module, _, why in every))
+        absent = "it has no linear layers of one input by the usual names, as q_proj, k_proj and v_proj, "
+        absent += "and no convolution of patches"
+        raise InputError(
+            f"projections joint replaces nothing in {type(model).__name__}: {left or absent}; leave out --projections"
+        )
+    for group in groups:
+        for place, layer in enumerate(group.layers):
+            layer.__class__ = _JointLinear
+            vars(layer).update(joint=group, place=place)
+    for layer in convolutions:
+        layer.__class__ = _OF_PATCHES[type(layer)]
+
+    def undo() -> None:
+        for layer in convolutions:
+            layer.__class__ = next(kind for kind, of_patches in _OF_PATCHES.items() if type(layer) is of_patches)
+        for group in groups:
+            for layer in group.layers:
+                layer.__class__ = nn.Linear
+                for name in ("joint", "place"):
+                    vars(layer).pop(name, None)
+
+    return undo
+
+
+def groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[Any], str]]:
+    """Modules with linear layers that may have one input, these layers, and why they cannot be one product; empty where
+    they can."""
+    times = _times_of_weights(model)
+    for module in model.modules():
+        children = dict(module.named_children())
+        for names in JOINT_NAMES:
+            layers = [children.get(name) for name in names]
+            if all(getattr(getattr(layer, "weight", None), "ndim", 0) == 2 for layer in layers):
+                reasons = (_why_apart(layer, layers[0], times) for layer in layers)
+                yield module, layers, next(filter(None, reasons), "")
+
+
+def convolutions_of(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str]]:
+    """Modules with a convolution that skips, as one of patches does, this convolution, and why it is no product of
+    patches; empty where it is one."""
+    times = _times_of_weights(model)
+    for module in model.modules():
+        for layer in module.children():
+            if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(layer.stride) > 1:
+                yield module, layer, _why_no_product(layer, times)
+
+
+def _why_no_product(layer: Any, times: Mapping[int, int]) -> str:
+    """Why a convolution is no product of patches; empty where it is one."""
+    if type(layer) not in _OF_PATCHES:
+        return "it is a product already" if type(layer) in _OF_PATCHES.values() else f"it is a {type(layer).__name__}"
+    reasons = (
+        (layer.stride != layer.kernel_size, "its stride is not its kernel"),
+        (layer.padding not in ("valid", (0,) * len(layer.kernel_size)), "it has padding"),
+        (max(layer.dilation) > 1, "it has a dilation"),
+        (layer.groups > 1, "it has groups"),
+    )
+    return next((why for holds, why in reasons if holds), "") or _why_left(layer, times)
+
+
+def _times_of_weights(model: nn.Module) -> Counter[int]:
+    """How often each parameter is held in a model."""
+    return Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+
+
+def _why_left(layer: Any, times: Mapping[int, int]) -> str:
+    """Why a layer may not be computed by others, whatever it computes; empty where it may."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    reasons = (
+        (type(layer.weight) is not nn.Parameter, "a weight is no plain parameter"),
+        ("forward" in vars(layer), "one has a patched forward"),
+        (any(hooks), "one has hooks"),
+        (times[id(layer.weight)] != 1, "a weight is shared"),
+    )
+    return next((why for holds, why in reasons if holds), "")
+
+
+def _why_apart(layer: Any, first: Any, times: Mapping[int, int]) -> str:
+    """Why a layer is no part of one product with the first of its group; empty where it is."""
+    if type(layer) is not nn.Linear:
+        return "they are joint already" if isinstance(layer, _JointLinear) else f"one is of {type(layer).__name__}"
+    reasons = (
+        (type(first) is nn.Linear and layer.in_features != first.in_features, "their inputs have different widths"),
+        (layer.weight.dtype != first.weight.dtype, "their weights have different dtypes"),
+        (layer.weight.device != first.weight.device, "their weights lie on different devices"),
+    )
+    return _why_left(layer, times) or next((why for holds, why in reasons if holds), "")
+
+
+def projections_found(model: nn.Module) -> list[PartFound]:
+    """The modules whose projections or patches are one product, and those whose are not, by type and reason."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for module, layers, why_apart in groups_of(model):
+        joint = layers[0].joint if all(isinstance(layer, _JointLinear) for layer in layers) else None
+        why = why_apart if joint is None else "they are called with different inputs" if joint.apart else ""
+        counts[type(module).__name__, why] += 1
+    for module, layer, why in convolutions_of(model):
+        counts[type(module).__name__, "" if type(layer) in _OF_PATCHES.values() else why] += 1
+    return [
+        PartFound(part="projections", kernels="joint", type=kind, modules=count, replaced=not why, why=why)
+        for (kind, why), count in counts.items()
+    ]
+
+
+def joined(model: nn.Module) -> list[Joint]:
+    """The groups of a model that `join_projections` made."""
+    groups = {id(each.joint): each.joint for each in model.modules() if isinstance(each, _JointLinear)}
+    return [*groups.values()]

@@ -18,8 +18,7 @@ import inspect
 import types
 import typing
 import warnings
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +44,14 @@ from stepscope.core.parts import (
 )
 from stepscope.core.workloads import PROJECTIONS
 from stepscope.kernels.operators import transformed_by_func
-from stepscope.kernels.parts.projections import joint_projections, lie_together
+from stepscope.kernels.parts.projections import (
+    convolutions_of,
+    groups_of,
+    join_projections,
+    joined,
+    lie_together,
+    projections_found,
+)
 from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.attention.pytorch import attention_found, swap_attention
@@ -714,7 +720,7 @@ def replace_parts(
     of the state dict stay the same.
     The loss is that of a causal language model of Hugging Face's, which gets labels: in training it then returns its
     loss alone, without logits. attention: flash, sdpa or another of stepscope's, where transformers' models call SDPA
-    or eager attention; projections: joint, linear layers of one input as one product.
+    or eager attention; projections: joint, linear layers of one input as one product, and convolutions of patches.
 
     Raises InputError where the kernels do not run on the model's device, and where the model has no module of what was
     asked for; GateFailure where a function of your own is wrong.
@@ -750,145 +756,13 @@ def replace_parts(
     return replaced
 
 
-# Projections of one input as one product: query, key and value; gate and up.
-#
-# Linear layers of one module that are called with the same tensor, one after another: the first call computes all of
-# them as one product (kernels/parts/projections.py), and the others take their part of it. Nothing else is assumed of
-# the module. A group that is called with other tensors computes each by itself from then on.
-
-
-JOINT_NAMES = (
-    ("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("to_q", "to_k", "to_v"), ("wq", "wk", "wv"),
-    ("gate_proj", "up_proj"), ("w1", "w3"), ("wi_0", "wi_1"),
-)  # fmt: skip
-"""Names of linear layers of one module that may have one input."""
-
-
-class Joint:
-    """A group of linear layers, and their products of the input that is under way."""
-
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.layers = tuple(layers)
-        self.apart = False
-        """Whether they were called with different tensors."""
-        self.x: Tensor | None = None
-        self.parts: dict[int, Tensor] = {}
-
-    @property
-    def biases(self) -> Sequence[Tensor]:
-        """Of all layers, where each has one."""
-        biases = [layer.bias for layer in self.layers]
-        return [] if any(bias is None for bias in biases) else biases
-
-    def part(self, place: int, x: Tensor) -> Tensor | None:
-        """The product of one of them; None where it is to compute it by itself."""
-        if self.apart:
-            return None
-        if self.x is None:
-            parts = joint_projections(x, [layer.weight for layer in self.layers], self.biases)
-            self.x, self.parts = x, dict(enumerate(parts))
-        if self.x is not x or place not in self.parts:
-            self.apart, self.x, self.parts = True, None, {}
-            return None
-        part = self.parts.pop(place)
-        if not self.parts:
-            self.x = None
-        return part
-
-
-class _JointLinear(nn.Linear):
-    """A linear layer whose product is a part of its group's."""
-
-    joint: Joint
-    place: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        part = self.joint.part(self.place, input)
-        if part is None:
-            return F.linear(input, self.weight, self.bias)
-        return part if self.bias is None or self.joint.biases else part + self.bias.to(part.dtype)
-
-
-def join_projections(model: nn.Module) -> Callable[[], None]:
-    """Let groups of a model's linear layers be one product each, in place; returns what undoes it. Raises InputError
-    where there is none. Layers that are shared, hooked, adapted or parametrised are left alone."""
-    groups = [Joint(layers) for _, layers, why in _groups_of(model) if not why]
-    if not groups:
-        left = "; ".join(dict.fromkeys(f"{type(module).__name__}: {why}" for module, _, why in _groups_of(model)))
-        absent = "it has no linear layers of one input by the usual names, as q_proj, k_proj and v_proj"
-        raise InputError(
-            f"projections joint replaces nothing in {type(model).__name__}: {left or absent}; leave out --projections"
-        )
-    for group in groups:
-        for place, layer in enumerate(group.layers):
-            layer.__class__ = _JointLinear
-            vars(layer).update(joint=group, place=place)
-
-    def undo() -> None:
-        for group in groups:
-            for layer in group.layers:
-                layer.__class__ = nn.Linear
-                for name in ("joint", "place"):
-                    vars(layer).pop(name, None)
-
-    return undo
-
-
-def _groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[Any], str]]:
-    """Modules with linear layers that may have one input, these layers, and why they cannot be one product; empty where
-    they can."""
-    times = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-    for module in model.modules():
-        children = dict(module.named_children())
-        for names in JOINT_NAMES:
-            layers = [children.get(name) for name in names]
-            if all(getattr(getattr(layer, "weight", None), "ndim", 0) == 2 for layer in layers):
-                reasons = (_why_apart(layer, layers[0], times) for layer in layers)
-                yield module, layers, next(filter(None, reasons), "")
-
-
-def _why_apart(layer: Any, first: Any, times: Mapping[int, int]) -> str:
-    """Why a layer is no part of one product with the first of its group; empty where it is."""
-    if type(layer) is not nn.Linear:
-        return "they are joint already" if isinstance(layer, _JointLinear) else f"one is of {type(layer).__name__}"
-    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    reasons = (
-        (type(layer.weight) is not nn.Parameter, "a weight is no plain parameter"),
-        ("forward" in vars(layer), "one has a patched forward"),
-        (any(hooks), "one has hooks"),
-        (times[id(layer.weight)] != 1, "a weight is shared"),
-        (type(first) is nn.Linear and layer.in_features != first.in_features, "their inputs have different widths"),
-        (layer.weight.dtype != first.weight.dtype, "their weights have different dtypes"),
-        (layer.weight.device != first.weight.device, "their weights lie on different devices"),
-    )
-    return next((why for holds, why in reasons if holds), "")
-
-
 def absent_from(model: nn.Module) -> tuple[str, ...]:
     """Fields of a workload whose choices would replace nothing in this model, since it has no such module. Of norm, mlp
     and loss they are all or none: these are chosen together."""
     modules = [*model.modules()]
     by_name = any(getattr(getattr(each, "config", None), "_attn_implementation", None) for each in modules)
     absent = [] if by_name else ["attention"]
-    absent += [] if any(True for _ in _groups_of(model)) else ["projections"]
+    joinable = any(True for _ in groups_of(model)) or any(not why for _, _, why in convolutions_of(model))
+    absent += [] if joinable else ["projections"]
     absent += [] if any(_ways(each, part) for each in modules for part in MODULE_PARTS) else PARTS
     return tuple(absent)
-
-
-def projections_found(model: nn.Module) -> list[PartFound]:
-    """The modules whose projections are one product, and those whose are not, by type and reason."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for module, layers, why_apart in _groups_of(model):
-        joint = layers[0].joint if all(isinstance(layer, _JointLinear) for layer in layers) else None
-        why = why_apart if joint is None else "they are called with different inputs" if joint.apart else ""
-        counts[type(module).__name__, why] += 1
-    return [
-        PartFound(part="projections", kernels="joint", type=kind, modules=count, replaced=not why, why=why)
-        for (kind, why), count in counts.items()
-    ]
-
-
-def joined(model: nn.Module) -> list[Joint]:
-    """The groups of a model that `join_projections` made."""
-    groups = {id(each.joint): each.joint for each in model.modules() if isinstance(each, _JointLinear)}
-    return [*groups.values()]

@@ -22,13 +22,14 @@ from stepscope.core.parts import REFERENCE, Kernels, Part, PartFound, compiles
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workloads import Workload
-from stepscope.kernels.parts.projections import lie_together
+from stepscope.kernels.parts.projections import join_projections, joined, lie_together, projections_found
+from stepscope.recording.precision import exact_convolutions
 from stepscope.recording.step import Phase
 from stepscope.training.attention import implementation
 from stepscope.training.attention.pytorch import as_captured, attention_found, calls_held, swap_attention
 from stepscope.training.checkpointing import OUTPUTS_KEPT_OF_ANY, KeptCalls, checkpointed
 from stepscope.training.optimizer import updated_by
-from stepscope.training.parts.replaced import absent_from, join_projections, joined, projections_found, replace_in
+from stepscope.training.parts.replaced import absent_from, replace_in
 from stepscope.training.training_step import AssembledStep, Share, StepParts, check_choices, in_16_bits
 from stepscope.training.user_module.user_code import (
     Call,
@@ -552,7 +553,8 @@ def placed(user_module: UserModule, choices: Workload, device: torch.device) -> 
     return swapped(there.computed_by(choices.parts), choices)
 
 
-# What computes a model otherwise as a whole: attention by another function, projections of one input as one product.
+# What computes a model otherwise as a whole: attention by another function; projections of one input as one product,
+# and patches as one.
 #
 # The model itself is the judge: its loss and all its gradients on one sample of its batch, before and after. In fp32
 # they may differ by fp32's rounding. Under autocast the model's own code rounds to bf16, too: beside the gradients in
@@ -600,7 +602,7 @@ def _swaps(module: nn.Module, choices: Workload) -> dict[str, Callable[[], Calla
     return swaps
 
 
-def _gradients_of(user_module: UserModule) -> dict[bool, list[Tensor]]:
+def _gradients_of(user_module: UserModule, with_what: str = "") -> dict[bool, list[Tensor]]:
     """The loss and the gradients of one sample, in the model's own dtype and, where that is fp32, under autocast to
     bf16; every time from the same random numbers."""
     forward, batch = ModuleWithLoss(user_module), user_module.batches[0]
@@ -610,10 +612,13 @@ def _gradients_of(user_module: UserModule) -> dict[bool, list[Tensor]]:
     trained = [parameter for parameter in user_module.whole.parameters() if parameter.requires_grad]
     device = trained[0].device
     found: dict[bool, list[Tensor]] = {}
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), exact_convolutions():
         for autocast in (False, True):
             torch.manual_seed(0)
-            with user_errors(f"{user_module.name} fails"), torch.autocast(device.type, torch.bfloat16, autocast):
+            with (
+                user_errors(f"{user_module.name} fails{with_what}"),
+                torch.autocast(device.type, torch.bfloat16, autocast),
+            ):
                 loss = forward(batch)
             check_gradient(loss, user_module.name)
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
@@ -623,7 +628,7 @@ def _gradients_of(user_module: UserModule) -> dict[bool, list[Tensor]]:
 
 def _hold(user_module: UserModule, own: Mapping[bool, Sequence[Tensor]], what: str) -> None:
     """Hold a model that was swapped against its own gradients. Raises InputError where they are others."""
-    swapped = _gradients_of(user_module)
+    swapped = _gradients_of(user_module, f" with {what}")
     bounds = {False: _FP32_BOUND, True: 2 * _apart(own[True], own[False]) + _FP32_BOUND}
     for autocast, bound in bounds.items():
         error = _apart(swapped[autocast], own[False])
