@@ -46,7 +46,7 @@ PICKLE = "import pickle, sys; pickle.load(open(sys.argv[1], 'rb'))"
 DECODING = """import sys
 from pathlib import Path
 from stepscope.traces.readers import json_events, kineto
-for _ in json_events.read_events(Path(sys.argv[1]), kineto.decode_block): pass"""
+for _ in json_events.read_events(Path(sys.argv[1]), kineto.block_decoder()): pass"""
 """Decodes the events of a Kineto trace as we do, and makes no table of them."""
 
 RUN_TREE = """import runpy, sys

@@ -289,6 +289,24 @@ def test_an_event_of_strange_types_costs_itself_alone(tmp_path: Path, odd: Any):
     assert times(table)[0] == (1_000, 2_000) and table.work["launch_ns"][0] == 500
 
 
+@given(st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_events_of_the_usual_layout_are_read_as_any_others(tmp_path: Path, data: st.DataObject):
+    """Events that are decoded as their category's type, and the same ones beside one without a category."""
+    events = kineto_trace(training_steps())["traceEvents"]
+    begin = data.draw(st.integers(0, len(events) - 40))
+    chosen = [dict(one) for one in events[begin : begin + data.draw(st.integers(30, 200))] if one["ph"] != "M"]
+    for place in data.draw(st.lists(st.integers(0, len(chosen) - 1), max_size=3)):
+        key = data.draw(st.sampled_from(sorted(chosen[place].keys() - {"ph", "cat"})))
+        changed = data.draw(st.sampled_from([None, -3, -2.5, 1e30, 2**63, "7", "x", 7.0, [], {}]))
+        chosen[place] |= {key: changed}
+    usual, any_other = ([*chosen, kernel(5, 2, 1)], [*chosen, kernel(5, 2, 1), {"ph": "M", "name": "labels"}])
+    frames = ("work", "calls", "ranges", "operators", "links", "collectives", "counters")
+    one, other = read(usual, tmp_path), read(any_other, tmp_path)
+    assert all(getattr(one, name).equals(getattr(other, name)) for name in frames)
+    assert one.damage == other.damage and one.threads == other.threads
+
+
 def test_processes_numbered_beyond_63_bits_stay_apart(tmp_path: Path):
     pids = [2**63 + 5, 2**64 - 1, 7]
     table = read([*(launch(1, n, pid=pid) for n, pid in enumerate(pids, 1)), kernel(3, 4, 3)], tmp_path)

@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from decimal import Decimal
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
-from typing import Annotated, Any, cast
+from types import GenericAlias
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 import polars as pl
@@ -35,9 +36,10 @@ _SAMPLE = 1000
 _UNREADABLE = (TypeError, ValueError, ArithmeticError, pl.exceptions.PolarsError)
 
 
-def nanoseconds(name: str, times: list[Any], per_unit: int) -> pl.Series:
-    """A column of times or durations; null where one is no number, or beyond all clocks."""
-    kinds = set(map(type, times))
+def nanoseconds(name: str, times: list[Any] | pl.Series, per_unit: int) -> pl.Series:
+    """A column of times or durations, from any values or a column of floats; null where one is no number, or beyond
+    all clocks."""
+    kinds = {float} if isinstance(times, pl.Series) else set(map(type, times))
     try:
         if kinds <= {int, float}:
             whole = float not in kinds
@@ -73,7 +75,12 @@ def _nanoseconds(time: Any, per_unit: int) -> int | None:
 # Events of a Kineto trace, decoded into typed structs that skip what no reader asks for.
 
 
+_NOTHING = msgspec.Raw(b"")
+
+
 class Arguments(msgspec.Struct, frozen=True, gc=False):
+    """What an event of any category says beside its place and time."""
+
     external: int | None = msgspec.field(default=None, name="External id")
     external_old: int | None = msgspec.field(default=None, name="external id")
     sequence: int | None = msgspec.field(default=None, name="Sequence number")
@@ -83,26 +90,26 @@ class Arguments(msgspec.Struct, frozen=True, gc=False):
     device: int | None = None
     stream: int | None = None
     graph_node: int | None = msgspec.field(default=None, name="graph node id")
-    shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
-    shapes_old: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input dims")
-    dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
-    values: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
+    shapes: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input Dims")
+    shapes_old: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input dims")
+    dtypes: msgspec.Raw = msgspec.field(default=_NOTHING, name="Input type")
+    values: msgspec.Raw = msgspec.field(default=_NOTHING, name="Concrete Inputs")
     copied: int | None = msgspec.field(default=None, name="bytes")
-    grid: msgspec.Raw = msgspec.Raw(b"")
-    block: msgspec.Raw = msgspec.Raw(b"")
+    grid: msgspec.Raw = _NOTHING
+    block: msgspec.Raw = _NOTHING
     registers: int | None = msgspec.field(default=None, name="registers per thread")
     occupancy: int | float | None = msgspec.field(default=None, name="est. achieved occupancy %")
     allocated: int | None = msgspec.field(default=None, name="Total Allocated")
     reserved: int | None = msgspec.field(default=None, name="Total Reserved")
     memory_of: int | None = msgspec.field(default=None, name="Device Id")
-    name: msgspec.Raw = msgspec.Raw(b"")
+    name: msgspec.Raw = _NOTHING
     """Of a thread, in an event that names one."""
-    collective: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Collective name")
-    group: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Process Group Name")
+    collective: msgspec.Raw = msgspec.field(default=_NOTHING, name="Collective name")
+    group: msgspec.Raw = msgspec.field(default=_NOTHING, name="Process Group Name")
     group_size: int | None = msgspec.field(default=None, name="Group size")
     elements_in: int | None = msgspec.field(default=None, name="In msg nelems")
     elements_out: int | None = msgspec.field(default=None, name="Out msg nelems")
-    dtype: msgspec.Raw = msgspec.Raw(b"")
+    dtype: msgspec.Raw = _NOTHING
     collective_sequence: int | None = msgspec.field(default=None, name="Seq")
 
 
@@ -116,6 +123,8 @@ _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class Event(msgspec.Struct, gc=False):
+    """An event of any category and layout."""
+
     ph: str = ""
     cat: str | None = None
     name: str | int | float | None = ""
@@ -154,7 +163,7 @@ _decode_loose = msgspec.json.Decoder(_LooseEvent, strict=False).decode
 _NO_EVENT = Event(ph="unreadable")
 
 
-def decode_block(text: bytes) -> list[Event]:
+def _decode_any(text: bytes) -> list[Event]:
     """The events of a block; their times as decimals where doubles so large would lose nanoseconds."""
     try:
         events = _decode(text)
@@ -256,10 +265,136 @@ _ANNOTATIONS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "Dis
 """Names of ranges that older versions list among the operators."""
 
 
+# Events of the usual categories, as Kineto writes them today, have a type each.
+#
+# Their memory is a third of an Event's, so that those of a block stay in the processor's cache: of a large trace, this
+# and smaller blocks took a third of the time from decoding and from the tables.
+
+
+class _KnownEvent(msgspec.Struct, gc=False):
+    ph: Literal["X"]
+    name: str
+    ts: float
+
+
+class _KnownRow(_KnownEvent, gc=False):
+    pid: int
+    tid: int
+    dur: float
+
+
+class _KnownInstant(msgspec.Struct, gc=False):
+    ph: Literal["i"]
+    name: str
+    ts: float
+    pid: int
+    tid: int
+
+
+class _KnownArrow(msgspec.Struct, gc=False):
+    ph: Literal["s", "t", "f"]
+    name: Literal["fwdbwd", "forward_backward", "ac2g", "async", "async_gpu", "async_cpu_to_gpu"]
+    ts: float
+    pid: int
+    tid: int
+    id: int
+
+
+_IDS = ("external", "external_old", "correlation")
+_COLLECTIVES = ("collective", "group", "group_size", "elements_in", "elements_out", "dtype", "collective_sequence")
+_TENSORS = ("shapes", "shapes_old", "dtypes", "values")
+_WORK = (*_IDS, *_COLLECTIVES, "device", "stream", "graph_node")
+_ARGUMENTS = {
+    "kernel": (*_WORK, "grid", "block", "registers", "occupancy"),
+    "memcpy": (*_WORK, "copied"),
+    "memset": (*_WORK, "copied"),
+    "call": _IDS,
+    "operator": (*_IDS, *_COLLECTIVES, *_TENSORS, "sequence", "forward_thread", "forward_thread_old"),
+    _INSTANT: ("allocated", "reserved", "memory_of"),
+}
+"""The arguments that are read of each."""
+_UNREAD = ("gpu_user_annotation", "overhead", "python_function", "cuda_sync", "Trace")
+"""Usual categories whose events are counted alone."""
+
+
+def _known_type(category: str) -> type[msgspec.Struct]:
+    """The type of events of a category."""
+    place = _CATEGORIES.get(category, category)
+    arguments: list[Any] = []
+    if place in _ARGUMENTS:
+        fields = [
+            (field.name, field.type, msgspec.field(default=field.default, name=field.encode_name))
+            for field in msgspec.structs.fields(Arguments)
+            if field.name in _ARGUMENTS[place]
+        ]
+        kind = msgspec.defstruct("KnownArguments", fields, frozen=True, gc=False)
+        arguments = [("args", kind, kind())]
+    if place == "link" or place in _ARROWS:
+        base = _KnownArrow
+    else:
+        base = _KnownEvent if place in _UNREAD else _KnownInstant if place == _INSTANT else _KnownRow
+    return msgspec.defstruct("Known", arguments, bases=(base,), tag_field="cat", tag=category, gc=False)
+
+
+_KNOWN = {_known_type(category): category for category in (*_CATEGORIES, *_ARROWS, *_UNREAD, _INSTANT)}
+_ANY_KNOWN = reduce(lambda union, kind: union | kind, cast("Iterable[Any]", _KNOWN))
+_decode_known = cast("Callable[[bytes], list[Event]]", msgspec.json.Decoder(GenericAlias(list, _ANY_KNOWN)).decode)
+_MISSES = 3
+"""After so many blocks in a row that hold other events, no more is tried."""
+
+
+def block_decoder() -> Callable[[bytes], list[Event]]:
+    """A function that decodes the events of a block: all as known types, or all as Event."""
+    missed = 0
+
+    def decode(text: bytes) -> list[Event]:
+        nonlocal missed
+        if missed < _MISSES:
+            try:
+                events = _decode_known(text)
+                latest = pl.Series([event.ts for event in events], dtype=pl.Float64).max() or 0
+                if cast("float", latest) < EXACT_BELOW_US:
+                    missed = 0
+                    return events
+            except msgspec.ValidationError:
+                pass
+            missed += 1
+        return _decode_any(text)
+
+    return decode
+
+
+def _by_category(events: list[Event]) -> dict[tuple[str, str | None], list[Event]]:
+    """The events by `ph` and category, in the order of the first of each."""
+    groups: dict[tuple[str, str | None], list[Event]] = defaultdict(list)
+    if events and type(events[0]) in _KNOWN:
+        by_type: dict[type[Event], list[Event]] = defaultdict(list)
+        for event in events:
+            by_type[event.__class__].append(event)
+        for kind, group in by_type.items():
+            marks = dict.fromkeys([event.ph for event in group]) if issubclass(kind, _KnownArrow) else {group[0].ph}
+            for ph in marks:
+                groups[ph, _KNOWN[kind]] = group if len(marks) == 1 else [event for event in group if event.ph == ph]
+    else:
+        for event in events:
+            groups[event.ph, event.cat].append(event)
+    return groups
+
+
+# Columns of one value are made of these.
+_KINDS = {kind: pl.Series("kind", [kind], dtype=table.KIND) for kind in ("kernel", "memcpy", "memset")}
+_NO_PROCESS, _NESTED = pl.Series("process", [None], dtype=pl.Int64), pl.Series("nested", [True])
+_BEGINS = {begins: pl.Series("begins", [begins]) for begins in (True, False)}
+
+_TS, _DUR = "ts", "dur"
+"""Columns of times as floats."""
+_ROWS = {"work": table.WORK, "calls": table.CALLS, "operators": table.OPERATORS, "ranges": table.RANGES}
+
+
 def read_kineto(path: Path) -> table.TraceTable:
     """The TraceTable of a Kineto trace. Raises InputError where it is broken or holds no events of a profiler."""
     reader = _Reader(path)
-    for block in read_events(path, decode_block, reader.damage.mended):
+    for block in read_events(path, block_decoder(), reader.damage.mended):
         if isinstance(block, dict):
             reader.fields.update(block)
         else:
@@ -271,7 +406,7 @@ def rank_in_head(path: Path) -> int | None:
     """The rank that a trace says before its events; None where it says none there. Raises InputError where the file is
     no trace."""
     reader = _Reader(path)
-    head = next(read_events(path, decode_block))
+    head = next(read_events(path, block_decoder()))
     if isinstance(head, dict):
         reader.fields = head
     return reader.rank()[0]
@@ -295,6 +430,7 @@ class _Reader:
         self._other: dict[str, int] = defaultdict(int)
         self._names: dict[str, int] = {}
         self._threads: dict[tuple[int, int], str] = {}
+        self._looked_at, self._annotations, self._by_values, self._communication = (set[int]() for _ in range(4))
         self._events = 0
         self._ns_per_unit: int | None = None
         self.fields: dict[str, Any] = {}
@@ -310,9 +446,7 @@ class _Reader:
         self._events += len(events)
         if self._ns_per_unit is None:
             self._ns_per_unit = self._unit_of([event.ts for event in events])
-        sorted_events: dict[tuple[str, str | None], list[Event]] = defaultdict(list)
-        for event in events:
-            sorted_events[event.ph, event.cat].append(event)
+        sorted_events = _by_category(events)
         known = {kind: len(self._parts[kind]) for kind in ("work", "calls")}
         for (ph, cat), group in sorted_events.items():
             place = _CATEGORIES.get((cat or "").lower(), "other")
@@ -356,7 +490,8 @@ class _Reader:
             _within(name, [getattr(event.args, of, None) for event in memory], pl.Int64, 2**62, 1 - 2**62)
             for name, of in figures.items()
         ]
-        events = pl.DataFrame([self._times(memory, "memory events")[0], self._host(memory)[0], *columns])
+        start = nanoseconds("start_ns", [event.ts for event in memory], self._ns_per_unit or 1000)
+        events = pl.DataFrame([start, self._host(memory)[0], *columns])
         self._parts["counters"].append(
             events.with_columns(pl.col("device").fill_null(-1))
             .unpivot(index=["start_ns", "process", "device"], variable_name="name", value_name="value")
@@ -377,8 +512,8 @@ class _Reader:
         arguments = [event.args or NO_ARGUMENTS for event in group]
         if kind == "kernel":
             details = [
-                self._text("grid", [bytes(each.grid) for each in arguments]),
-                self._text("block", [bytes(each.block) for each in arguments]),
+                self._raw("grid", [each.grid for each in arguments]),
+                self._raw("block", [each.block for each in arguments]),
                 _within("registers", [each.registers for each in arguments], pl.Int32, 2**31),
                 _within("occupancy", [each.occupancy for each in arguments], pl.Float32, 2**31),
             ]
@@ -388,9 +523,9 @@ class _Reader:
             *self._times(group, table.WORK),
             _integers("device", [each.device for each in arguments], group, "pid"),
             _integers("stream", [each.stream for each in arguments], group, "tid"),
-            pl.Series("kind", [kind], dtype=table.KIND).new_from_index(0, len(group)),
+            _KINDS[kind].new_from_index(0, len(group)),
             self._text("name", [event.name for event in group]),
-            pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
+            _NO_PROCESS.new_from_index(0, len(group)),
             *self._ids(arguments),
             self._column("graph_node", [each.graph_node for each in arguments]),
             *details,
@@ -400,11 +535,13 @@ class _Reader:
 
     def _take_collectives(self, group: list[Event]) -> None:
         """Keep what the events say of collectives: kernels of NCCL, and the operators that launch them."""
-        events = [event for event in group if event.args is not None and event.args.collective]
+        events = [event for event in group if event.args is not None and event.args.collective is not _NOTHING]
         if not events:
             return
         arguments = [event.args or NO_ARGUMENTS for event in events]
-        start, _ = self._times(events, "collectives")
+        per_unit = self._ns_per_unit or 1000
+        start = nanoseconds("start_ns", [event.ts for event in events], per_unit)
+        self._durations(nanoseconds("duration_ns", [event.dur or 0 for event in events], per_unit), "collectives")
         whole = ("group_size", "elements_in", "elements_out", "collective_sequence")
         texts = {
             name: [bytes(getattr(each, name)).decode("utf-8", "replace").strip('"') for each in arguments]
@@ -424,37 +561,44 @@ class _Reader:
 
     def _take_operators(self, group: list[Event]) -> None:
         numbers = self._numbers(group)
-        texts = list(self._texts)
-        names = {number: str(texts[number]) for number in set(numbers)}
-        old = {number for number, name in names.items() if name.startswith(_ANNOTATIONS)}
-        if old:
+        present = self._sorted_names(numbers)
+        if old := present & self._annotations:
             self._take_ranges([event for event, number in zip(group, numbers, strict=True) if number in old])
             group = [event for event, number in zip(group, numbers, strict=True) if number not in old]
             numbers = [number for number in numbers if number not in old]
         arguments = [event.args or NO_ARGUMENTS for event in group]
-        untold = self._text("", [b""]).new_from_index(0, len(group))
-        shapes, dtypes, values = (untold.alias(name) for name in ("shapes", "dtypes", "values"))
-        if any(each.shapes or each.shapes_old or each.dtypes for each in arguments):
-            shapes = self._text("shapes", [bytes(each.shapes) or bytes(each.shapes_old) for each in arguments])
-            dtypes = self._text("dtypes", [bytes(each.dtypes) for each in arguments])
-        by_values = {number for number, name in names.items() if BY_VALUES.search(name)}
-        if by_values:
+        shapes, older = ([each.shapes for each in arguments], [each.shapes_old for each in arguments])
+        if older.count(_NOTHING) < len(older):
+            shapes = [new or old for new, old in zip(shapes, older, strict=True)]
+        columns = [self._raw("shapes", shapes), self._raw("dtypes", [each.dtypes for each in arguments])]
+        values = self._raw("values", [_NOTHING]).new_from_index(0, len(group))
+        if by_values := present & self._by_values:
             # Few events are of such operators: to look at each one's values took as long as its shapes.
             places = [at for at, number in enumerate(numbers) if number in by_values and arguments[at].values]
-            values = values.scatter(places, self._text("values", [bytes(arguments[at].values) for at in places]))
+            values = values.scatter(places, self._raw("values", [arguments[at].values for at in places]))
         external = self._external(arguments)
         sequence = self._column("sequence", [each.sequence for each in arguments])
         forward = self._column("forward_thread", [each.forward_thread for each in arguments])
         if forward.null_count():
             forward = self._or_older(forward, [each.forward_thread_old for each in arguments])
-        columns = [external, sequence, forward, shapes, dtypes, values]
-        self._keep("operators", group, numbers, table.OPERATORS, *columns)
-        if _COLLECTIVE in names.values():
+        self._keep("operators", group, numbers, table.OPERATORS, external, sequence, forward, *columns, values)
+        if present & self._communication:
             self._take_collectives(group)
 
+    def _sorted_names(self, numbers: list[int]) -> set[int]:
+        """The distinct numbers, after each new name among them was put with those of its sort."""
+        present = set(numbers)
+        if fresh := present - self._looked_at:
+            self._looked_at |= fresh
+            texts = list(self._texts)
+            names = {number: str(texts[number]) for number in fresh}
+            self._annotations |= {number for number, name in names.items() if name.startswith(_ANNOTATIONS)}
+            self._by_values |= {number for number, name in names.items() if BY_VALUES.search(name)}
+            self._communication |= {number for number, name in names.items() if name == _COLLECTIVE}
+        return present
+
     def _take_ranges(self, group: list[Event]) -> None:
-        nested = pl.Series("nested", [True]).new_from_index(0, len(group))
-        self._keep("ranges", group, self._numbers(group), table.RANGES, nested)
+        self._keep("ranges", group, self._numbers(group), table.RANGES, _NESTED.new_from_index(0, len(group)))
 
     def _keep(self, kind: str, group: list[Event], names: list[int], what: str, *columns: pl.Series) -> None:
         """Keep the times, places and names of events on the host, with these columns."""
@@ -462,23 +606,36 @@ class _Reader:
         self._parts[kind].append(pl.DataFrame([*self._times(group, what), *self._host(group), name, *columns]))
 
     def _take_arrows(self, kind: str, group: list[Event], *, begins: bool) -> None:
-        start, _ = self._times(group, "arrows")
-        end = pl.Series("begins", [begins]).new_from_index(0, len(group))
+        if type(group[0]) in _KNOWN:
+            start = pl.Series(_TS, [event.ts for event in group], dtype=pl.Float64)
+        else:
+            start = nanoseconds("start_ns", [event.ts for event in group], self._ns_per_unit or 1000)
+        end = _BEGINS[begins].new_from_index(0, len(group))
         ids = self._places("id", [event.id for event in group])
         self._parts[kind].append(pl.DataFrame([ids, start, *self._host(group), end]))
 
     def _times(self, group: list[Event], what: str) -> tuple[pl.Series, pl.Series]:
-        """The columns start_ns and duration_ns; a start that is none is null."""
+        """The columns start_ns and duration_ns; a start that is none is null. Of events of known types: floats, which
+        `_timed` converts together."""
+        if type(group[0]) in _KNOWN:
+            return (
+                pl.Series(_TS, [event.ts for event in group], dtype=pl.Float64),
+                pl.Series(_DUR, [event.dur for event in group], dtype=pl.Float64),
+            )
         per_unit = self._ns_per_unit or 1000
         start = nanoseconds("start_ns", [event.ts for event in group], per_unit)
         duration = nanoseconds("duration_ns", [event.dur or 0 for event in group], per_unit)
+        return start, self._durations(duration, what)
+
+    def _durations(self, duration: pl.Series, what: str, missing: int = 0) -> pl.Series:
+        """Durations of which none is null or negative; those that were are counted, but for the `missing`."""
         if duration.null_count():
-            table.add_count(self.damage.endless, what, duration.null_count())
+            table.add_count(self.damage.endless, what, duration.null_count() - missing)
             duration = duration.fill_null(0)
-        if group and cast("int", duration.min()) < 0:
+        if len(duration) and cast("int", duration.min()) < 0:
             table.add_count(self.damage.backwards, what, int((duration < 0).sum()))
             duration = duration.clip(lower_bound=0)
-        return start, duration
+        return duration
 
     def _host(self, group: list[Event]) -> tuple[pl.Series, pl.Series]:
         return (
@@ -511,8 +668,9 @@ class _Reader:
 
     def _or_older(self, numbers: pl.Series, older: list[int | None]) -> pl.Series:
         """The numbers, or where there are none those of an older spelling."""
-        column = self._column(numbers.name, older)
-        return numbers if column.null_count() == len(column) else numbers.zip_with(numbers.is_not_null(), column)
+        if older.count(None) == len(older):
+            return numbers
+        return numbers.zip_with(numbers.is_not_null(), self._column(numbers.name, older))
 
     def _column(self, name: str, values: list[Any]) -> pl.Series:
         """A column of ids and counts. Those of more than 63 bits wrap, so that equal ones stay equal."""
@@ -525,6 +683,13 @@ class _Reader:
     def _text(self, name: str, values: Iterable[object]) -> pl.Series:
         """Numbers that stand for texts until `table` looks each text up once, so that it is stored once."""
         return pl.Series(name, list(map(self._texts.__getitem__, values)), dtype=pl.UInt32)
+
+    def _raw(self, name: str, values: list[msgspec.Raw]) -> pl.Series:
+        """Numbers that stand for texts of JSON, as in `_text`."""
+        if values.count(_NOTHING) == len(values):
+            return pl.Series(name, [self._texts[b""]], dtype=pl.UInt32).new_from_index(0, len(values))
+        texts = b"\0".join(values).split(b"\0")  # a third of the time that each takes alone
+        return self._text(name, texts if len(texts) == len(values) else map(bytes, values))
 
     def _numbers(self, group: list[Event]) -> list[int]:
         """The numbers that stand for the names."""
@@ -569,7 +734,7 @@ class _Reader:
         parts = self._parts.pop(name, None)
         if not parts:
             return table.empty(schema)
-        frame = pl.concat(parts, how="diagonal", rechunk=True)
+        frame = self._timed(pl.concat(parts, how="diagonal", rechunk=True), name)
         present = [column for column in schema if column in frame.columns]
         named = [column for column in present if schema[column] in (pl.String, pl.Categorical())]
         looked_up = [texts.cast(schema[column]).gather(frame[column]).alias(column) for column in named]
@@ -579,6 +744,20 @@ class _Reader:
             .with_columns(pl.when(pl.col(optional) != pl.lit("", pl.Categorical())).then(pl.col(optional)))
             .select(present)
         )
+
+    def _timed(self, frame: pl.DataFrame, name: str) -> pl.DataFrame:
+        """The frame with the columns start_ns and duration_ns in place of times as floats."""
+        for raw, column in ((_TS, "start_ns"), (_DUR, "duration_ns")):
+            if raw not in frame.columns:
+                continue
+            floats = frame[raw]
+            times = nanoseconds(column, floats, self._ns_per_unit or 1000)
+            if raw == _DUR:
+                times = self._durations(times, _ROWS[name], floats.null_count())
+            if column in frame.columns:
+                times = times.zip_with(floats.is_not_null(), frame[column])
+            frame = frame.drop(raw).with_columns(times)
+        return frame
 
     def rank(self) -> tuple[int | None, int | None]:
         """The rank of the process and the number of ranks, as PyTorch writes them where torch.distributed is in use."""
