@@ -25,7 +25,7 @@ NAMES = ["gemm", "", "softmax", "cudaLaunchKernel_v7000", "cuLaunchKernel", "cud
 
 def made_by_dice(seed: int) -> Tables:
     """Two processes of two threads and three streams: each launch is inside a phase or between two, some are lost,
-    some names are, and ids have gaps. A name is longer than a small page."""
+    some names are, and ids have gaps. A name is longer than a small page, and rows of one sort differ in size."""
     dice = random.Random(seed)
     ids = sorted(dice.sample(range(-3, 40), len(NAMES))) if seed % 2 else list(range(len(NAMES)))
     missing = 77
@@ -58,6 +58,8 @@ def made_by_dice(seed: int) -> Tables:
             rows[RANGES].append(nvtx(phase, begin, now, process, 7))
             now += dice.choice((0, 50))
     rows[RANGES] += [nvtx(name, 1, 2, 3, 7) for name in ("", "é" * 40, *("x" * 600,) * (seed % 2))]
+    for row in (row for some in rows.values() for row in some):  # columns that nobody asks for, behind the others
+        row |= {f"other{n}": dice.choice((None, 0, 1, 300, 2**40, "x" * dice.randrange(150))) for n in range(12)}
     for some in rows.values():
         dice.shuffle(some)
     return tables | {table: some for table, some in rows.items() if some}

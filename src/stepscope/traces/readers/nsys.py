@@ -22,6 +22,7 @@ import numpy as np
 import polars as pl
 
 from stepscope.core.errors import InputError, StepscopeError, one_line, printable
+from stepscope.core.files import check_no_pointer
 from stepscope.core.profilers import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
 from stepscope.core.units import format_bytes
 from stepscope.traces.readers.json_events import is_bomb
@@ -32,11 +33,13 @@ from stepscope.traces.readers.nsys_tables import (
     Column,
     Names,
     Narrowed,
-    ParquetTables,
     Piece,
     Rows,
     SqliteTables,
     Tables,
+    decoded,
+    piece_of,
+    spelled,
 )
 from stepscope.traces.table import (
     CALL_SCHEMA,
@@ -245,6 +248,85 @@ def unpacked(path: Path) -> Generator[Path]:
                     )
                 out.write(block)
         yield target
+
+
+# A parquetdir export: a folder with a file for each table.
+
+
+_BROKEN_PARQUET = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
+"""Damage that polars does not foresee makes it panic."""
+
+
+class ParquetTables:
+    """The tables of a parquetdir export."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files = {file.stem.casefold(): file for file in path.glob("*.parquet")}
+
+    def columns(self, table: str) -> tuple[str, ...]:
+        if table.casefold() not in self._files:
+            return ()
+        try:
+            return tuple(self._schema(table))
+        except _BROKEN_PARQUET as error:
+            with self._files[table.casefold()].open("rb") as file:
+                check_no_pointer(self._files[table.casefold()], file.read(64))
+            raise InputError(f"{self._files[table.casefold()]}: cannot be read as parquet: {one_line(error)}") from None
+
+    def is_text(self, table: str, column: str) -> bool:
+        dtype = self._schema(table)[column]
+        return dtype == pl.String or dtype == pl.Binary  # noqa: PLR1714 - a type is equal, and not in
+
+    def _schema(self, table: str) -> dict[str, pl.DataType]:
+        with _panics_unheard():
+            schema = pl.read_parquet_schema(self._files[table.casefold()])
+        return {spelled(name): dtype for name, dtype in schema.items()}
+
+    def pieces(self, table: str, numbers: list[str], texts: list[str], names: Names) -> Iterator[Piece]:
+        return (piece_of(frame, names) for frame in self.frames(table, numbers, texts) if frame.height)
+
+    def frames(
+        self, table: str, numbers: list[str], texts: list[str], after: int | None = None
+    ) -> Iterator[pl.DataFrame]:
+        try:
+            schema = self._schema(table)
+            scan = pl.scan_parquet(self._files[table.casefold()]).rename(spelled)
+            scan = scan.select(
+                *(_integers(name, schema[name]).fill_null(NO_NUMBER) for name in numbers),
+                *(_bytes(name, schema[name]).fill_null(b"") for name in texts),
+            )
+            with _panics_unheard():
+                frame = scan.collect()
+            yield frame.with_columns(decoded(frame[name]) for name in texts)
+        except _BROKEN_PARQUET as error:
+            raise InputError(f"{self._files[table.casefold()]}: cannot be read: {one_line(error)}") from None
+
+
+@contextmanager
+def _panics_unheard() -> Generator[None]:
+    """Inside, what is written to stderr is lost: where polars panics, its threads write backtraces there."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # stderr is closed
+        yield
+        return
+    try:
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _integers(name: str, dtype: pl.DataType) -> pl.Expr:
+    """The column as signed 64-bit integers, as SQLite holds them: ids of threads use all 64 bits."""
+    return pl.col(name).reinterpret(signed=True) if dtype == pl.UInt64 else pl.col(name).cast(pl.Int64)
+
+
+def _bytes(name: str, dtype: pl.DataType) -> pl.Expr:
+    return pl.col(name) if dtype == pl.Binary else pl.col(name).cast(pl.String).cast(pl.Binary)
 
 
 _PUSH_POP, _START_END = (59, 70), (60, 71)

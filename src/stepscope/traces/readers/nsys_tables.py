@@ -11,8 +11,7 @@ import ctypes
 import mmap
 import os
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -24,7 +23,6 @@ import numpy as np
 import polars as pl
 
 from stepscope.core.errors import InputError, StepscopeError, one_line
-from stepscope.core.files import check_no_pointer
 
 Array = np.ndarray[Any, Any]
 Column = Array | int
@@ -35,8 +33,6 @@ BATCH_ROWS = 1 << 18
 """The most raw rows of an export that are held at once: they take several times the memory of what is kept."""
 _LEAST_ROW_BYTES = 16
 """A row of two times, an id and a name takes more bytes than this in an export."""
-_BROKEN_PARQUET = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
-"""Damage that polars does not foresee makes it panic."""
 
 
 _KNOWN = (
@@ -464,7 +460,7 @@ class SqliteTables:
                 if key or hidden:  # a key may stand for the rowid, and what is generated has no place in a row
                     special.add(name)
                 if not hidden:
-                    self._columns[name] = (*self.columns(name), _spelled(utf8(column)))
+                    self._columns[name] = (*self.columns(name), spelled(utf8(column)))
         self._roots = {name: root for name, root in self._roots.items() if name not in special}
 
     def _check_whole(self, path: Path) -> None:
@@ -545,81 +541,9 @@ class SqliteTables:
             raise InputError(f"{self.path}: cannot be read as an SQLite database: {reason}: export it again") from None
 
 
-class ParquetTables:
-    """The tables of a parquetdir export."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._files = {file.stem.casefold(): file for file in path.glob("*.parquet")}
-
-    def columns(self, table: str) -> tuple[str, ...]:
-        if table.casefold() not in self._files:
-            return ()
-        try:
-            return tuple(self._schema(table))
-        except _BROKEN_PARQUET as error:
-            with self._files[table.casefold()].open("rb") as file:
-                check_no_pointer(self._files[table.casefold()], file.read(64))
-            raise InputError(f"{self._files[table.casefold()]}: cannot be read as parquet: {one_line(error)}") from None
-
-    def is_text(self, table: str, column: str) -> bool:
-        dtype = self._schema(table)[column]
-        return dtype == pl.String or dtype == pl.Binary  # noqa: PLR1714 - a type is equal, and not in
-
-    def _schema(self, table: str) -> dict[str, pl.DataType]:
-        with _panics_unheard():
-            schema = pl.read_parquet_schema(self._files[table.casefold()])
-        return {_spelled(name): dtype for name, dtype in schema.items()}
-
-    def pieces(self, table: str, numbers: list[str], texts: list[str], names: Names) -> Iterator[Piece]:
-        return (piece_of(frame, names) for frame in self.frames(table, numbers, texts) if frame.height)
-
-    def frames(
-        self, table: str, numbers: list[str], texts: list[str], after: int | None = None
-    ) -> Iterator[pl.DataFrame]:
-        try:
-            schema = self._schema(table)
-            scan = pl.scan_parquet(self._files[table.casefold()]).rename(_spelled)
-            scan = scan.select(
-                *(_integers(name, schema[name]).fill_null(NO_NUMBER) for name in numbers),
-                *(_bytes(name, schema[name]).fill_null(b"") for name in texts),
-            )
-            with _panics_unheard():
-                frame = scan.collect()
-            yield frame.with_columns(decoded(frame[name]) for name in texts)
-        except _BROKEN_PARQUET as error:
-            raise InputError(f"{self._files[table.casefold()]}: cannot be read: {one_line(error)}") from None
-
-
-@contextmanager
-def _panics_unheard() -> Generator[None]:
-    """Inside, what is written to stderr is lost: where polars panics, its threads write backtraces there."""
-    try:
-        kept = os.dup(2)
-    except OSError:  # stderr is closed
-        yield
-        return
-    try:
-        with Path(os.devnull).open("wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-def _spelled(column: str) -> str:
+def spelled(column: str) -> str:
     """A column's name as readers ask for it."""
     return _SPELLED.get(column.casefold(), column)
-
-
-def _integers(name: str, dtype: pl.DataType) -> pl.Expr:
-    """The column as signed 64-bit integers, as SQLite holds them: ids of threads use all 64 bits."""
-    return pl.col(name).reinterpret(signed=True) if dtype == pl.UInt64 else pl.col(name).cast(pl.Int64)
-
-
-def _bytes(name: str, dtype: pl.DataType) -> pl.Expr:
-    return pl.col(name) if dtype == pl.Binary else pl.col(name).cast(pl.String).cast(pl.Binary)
 
 
 def utf8(value: bytes | str | None) -> str:
@@ -634,9 +558,15 @@ _PAGES = 256
 """Pages that are decoded at once: what is made of them fits into a processor's second cache."""
 _INTERIOR, _LEAF = 5, 13
 _DEEPEST, _VARINT_BYTES = 20, 9
-_SIZES = np.array([0, 1, 2, 3, 4, 6, 8, 8, 0, 0], np.int64)
-_SHIFTS = np.array([0, 56, 48, 40, 32, 16, 0, 0, 0, 0], np.int64)
-"""Bytes of a number by its serial type, and bits by which it stands too high in eight bytes. 8 and 9 are 0 and 1."""
+_SIZES = (0, 1, 2, 3, 4, 6, 8, 8, 0, 0)
+"""Bytes of a number by its serial type. 8 and 9 are 0 and 1."""
+_READ = NO_NUMBER - 1
+"""Stands for a number that a row holds, where its type alone tells others."""
+_WIDEST, _FEW_PLACES = 256, 6
+"""The most bytes of a row that are held beside those of others; and the most places of a column that are read one after
+the other."""
+_SLOT_BITS, _MOST_LAYOUTS = 14, 1 << 12
+_TO_SLOT = np.uint64(64 - _SLOT_BITS)
 _NULL, _ZERO, _ONE, _FIRST_TEXT = 0, 8, 9, 12
 _MASKS = np.array([(1 << 8 * size) - 1 for size in range(9)], np.uint64)
 _MIX, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
@@ -657,7 +587,7 @@ class PlainTable:
     def __init__(self, path: Path, root: int, numbers: list[int], texts: list[int], names: Names) -> None:
         """`numbers`, `texts`: the places of the columns that are wanted."""
         self._path, self._root, self._numbers = path, root, numbers
-        self._last = max([*numbers, *texts])
+        self._layouts = _Layouts(numbers, texts)
         self._texts = {place: _PageTexts(names) for place in texts}
 
     def pieces(self) -> Iterator[tuple[Piece, int]]:
@@ -718,94 +648,215 @@ class PlainTable:
         row = page + (buffer[pointer].astype(np.int64) << 8 | buffer[pointer + 1])
         end = page + self._usable
         _need((row < end).all())
-        size, row = _varints(buffer, row)
+        rows, size, last = self._rows(buffer, row)
         _need(size.max() <= self._usable - 35)  # more overflows to other pages
-        last = int(row[-1])
-        row = _varints(buffer, row)[1]
-        _need((row + size <= end).all())
-        head = buffer[row]
-        _need(head.max() < 128 and (head <= size).all())
-        columns, kind_at, body = self._columns_at(buffer, row + 1, row + head)
-        _need((kind_at <= row + head).all() and (body <= row + size).all())
-        return Piece(height, columns), _rowid(buffer[last : last + _VARINT_BYTES].tolist())
+        _need((rows.at + rows.first + size <= end).all())
+        return Piece(height, self._columns(rows, size)), last
 
-    def _columns_at(self, buffer: Array, kind_at: Array, body: Array) -> tuple[dict[str, Column], Array, Array]:
-        """The wanted columns of rows whose serial types and values begin there, and where the rest begins."""
-        columns: dict[str, Column] = {}
-        eight = np.ndarray((len(buffer) - 7,), ">i8", buffer.data, strides=(1,))
-        for place in range(self._last + 1):
-            kind: Array = buffer[kind_at]
-            low, high = int(kind.min()), int(kind.max())
-            kind_at = kind_at + 1
-            if high >= 128:  # a long text: its type takes two bytes
-                long, second = kind >= 128, buffer[kind_at]
-                _need(not (long & (second >= 128)).any())
-                kind = np.where(long, (kind.astype(np.int64) & 127) << 7 | second, kind)
-                kind_at = kind_at + long
-                low, high = int(kind.min()), int(kind.max())
-            _need(not ((kind == 10) | (kind == 11)).any() if high >= 10 else True)
-            if high < _FIRST_TEXT:
-                sizes: Array | int = int(_SIZES[low]) if low == high else _SIZES[kind]
-            else:
-                sizes = np.where(kind >= _FIRST_TEXT, (kind.astype(np.int64) - 12) >> 1, _SIZES[np.minimum(kind, 9)])
+    def _rows(self, buffer: Array, row: Array) -> tuple["_RowBytes", Array, int]:
+        """The bytes of rows from their heads on, their sizes, and the last rowid. Most rowids take as many bytes."""
+        rows = _RowBytes(buffer, row, self._layouts.width)
+        first = rows.read(0, "<u8", np.uint64)
+        data = buffer[int(row[-1]) + 1 : int(row[-1]) + 1 + _VARINT_BYTES].tolist()
+        rowid_bytes = next((place for place, byte in enumerate(data, 1) if byte < 128), _VARINT_BYTES)
+        if rowid_bytes < 8:
+            goes_on = int.from_bytes(b"\x80" * (rowid_bytes - 1), "little") << 8
+            ends = np.uint64(0x80 << 8 * rowid_bytes | goes_on | 0x80)
+            if ((first & ends) == np.uint64(goes_on)).all():
+                rows.first = 1 + rowid_bytes
+                return rows, (first & np.uint64(0x7F)).view(np.int64), _rowid(data)
+        size, row = _varints(buffer, row)
+        data = buffer[int(row[-1]) : int(row[-1]) + _VARINT_BYTES].tolist()
+        return _RowBytes(buffer, _varints(buffer, row)[1], self._layouts.width), size, _rowid(data)
+
+    def _columns(self, rows: "_RowBytes", size: Array) -> dict[str, Column]:
+        """The wanted columns of rows of these sizes."""
+        layouts, columns = self._layouts, dict[str, Column]()
+        layout = layouts.of_rows(rows, size)
+        for place in sorted({*self._numbers, *self._texts}):
+            at = layouts.said("at", place, layout)
             if place in self._texts:
-                _need(((kind == _NULL) | (kind >= _FIRST_TEXT)).all())
-                columns[str(place)] = self._texts[place].codes(buffer, body, np.broadcast_to(sizes, body.shape))
-            elif place in self._numbers:
-                _need(high < 10 and not ((kind == 7).any() if low <= 7 <= high else False))
-                columns[str(place)] = self._values(eight, body, kind, low, high)
-            body = body + sizes
-        return columns, kind_at, body
+                columns[str(place)] = self._texts[place].codes(rows, at, layouts.said("size", place, layout))
+                continue
+            known = layouts.said("known", place, layout)
+            if isinstance(known, int) and known != _READ:
+                columns[str(place)] = known
+                continue
+            values = rows.numbers(at)
+            values >>= layouts.said("shift", place, layout)
+            columns[str(place)] = values if isinstance(known, int) else np.where(known == _READ, values, known)
+        return columns
 
-    @staticmethod
-    def _values(eight: Array, body: Array, kind: Array, low: int, high: int) -> Column:
-        if low == high and not 0 < low < _ZERO:
-            return {_NULL: NO_NUMBER, _ZERO: 0, _ONE: 1}[low]
-        values = eight[body].astype(np.int64)
-        if low == high:
-            return values >> int(_SHIFTS[low])
-        values >>= _SHIFTS[kind]
-        for known, value in ((_NULL, NO_NUMBER), (_ZERO, 0), (_ONE, 1)):
-            if low <= known <= high:
-                values[kind == known] = value
+
+class _RowBytes:
+    """The first bytes of rows side by side: columns are then read at equal distances, ten times as fast as each from
+    its place."""
+
+    def __init__(self, buffer: Array, at: Array, width: int) -> None:
+        """`at`: where rows begin."""
+        self.buffer, self.at, self.first = buffer, at, 0
+        self.widen(width)
+
+    def widen(self, width: int) -> None:
+        """Hold so many bytes of each row."""
+        places = np.ndarray((len(self.buffer) - width + 1,), f"V{width}", self.buffer.data, strides=(1,))
+        self.width, self._bytes = width, places[self.at].view(np.uint8)
+
+    def read(self, offset: int, dtype: str, to: type) -> Array:
+        """What stands there in each row."""
+        return np.ndarray(self.at.shape, dtype, self._bytes.data, offset, (self.width,)).astype(to)
+
+    def numbers(self, at: Array | int, dtype: str = ">i8", to: type = np.int64) -> Array:
+        """The eight bytes that stand there behind the first byte of each row's head, as a number."""
+        different = [at] if isinstance(at, int) else np.flatnonzero(np.bincount(at)).tolist()
+        if max(different) + self.first + 8 > self.width or len(different) > _FEW_PLACES:
+            eight = np.ndarray((len(self.buffer) - 7,), dtype, self.buffer.data, strides=(1,))
+            return eight[self.at + (self.first + at)].astype(to)
+        values = self.read(self.first + different[0], dtype, to)
+        for one in different[1:]:
+            np.copyto(values, self.read(self.first + one, dtype, to), where=at == one)
         return values
+
+
+class _Layouts:
+    """How rows of a table are laid out: where each wanted column stands, by the types of its columns in a row's head.
+
+    A table's rows have few layouts, which 64 bits made of the types tell apart.
+    """
+
+    def __init__(self, numbers: list[int], texts: list[int]) -> None:
+        self._numbers, self._texts, self._last = numbers, texts, max([*numbers, *texts])
+        self._most = self._last + 1 + 2 * len(texts)
+        """Bytes of a head that are looked at: a long text's type takes two or three."""
+        self.width = 8 * (4 + self._most // 8)
+        self._known = _Numbered()
+        self._said = defaultdict[tuple[str, int], list[int]](list)
+        self._present: list[int] = []
+
+    def of_rows(self, rows: _RowBytes, size: Array) -> Array:
+        """The number of each row's layout."""
+        head = rows.read(rows.first, "u1", np.uint8)
+        _need(head.max() < 128 and head.min() > 0 and (head <= size).all())
+        layout = self._known.of(self._key(rows, head), lambda at: self._add(rows, head, at))
+        self._present = np.flatnonzero(np.bincount(layout)).tolist()
+        _need((self.said("end", 0, layout) <= size).all())
+        needed = rows.first + max(self._said["end", 0][one] for one in self._present) + 8
+        if rows.width < needed <= _WIDEST:
+            self.width = 8 * -(-needed // 8)
+            rows.widen(self.width)
+        return layout
+
+    def _key(self, rows: _RowBytes, head: Array) -> Array:
+        """64 bits made of each row's head: its size, behind which the values stand, and its types."""
+        looked_at = np.minimum(head - np.uint8(1), self._most)
+        key, least = head.astype(np.uint64) * _MIX, int(looked_at.min())
+        for first in range(0, int(looked_at.max()), 8):
+            word = rows.read(rows.first + 1 + first, "<u8", np.uint64)
+            if least - first < 8:
+                word &= _MASKS[np.clip(looked_at.astype(np.int64) - first, 0, 8)]
+            key ^= word
+            key *= _MIX
+            key ^= key >> _HALF
+        key *= _MIX
+        return key
+
+    def said(self, what: str, place: int, layout: Array) -> Array | int:
+        """What each row's layout says; one number where all say the same."""
+        column = self._said[what, place]
+        different = {column[one] for one in self._present}
+        return different.pop() if len(different) == 1 else np.array(column).take(layout)
+
+    def _add(self, rows: _RowBytes, heads: Array, fresh: Array) -> Array:
+        """Note the layouts of these rows, and give their numbers."""
+        first = len(self._said["end", 0])
+        _need(first + len(fresh) < _MOST_LAYOUTS)
+        for row in fresh.tolist():
+            at = int(rows.at[row]) + rows.first
+            self._note(rows.buffer[at : at + int(heads[row])].tolist())
+        return np.arange(first, first + len(fresh))
+
+    def _note(self, head: list[int]) -> None:
+        """Note the layout of rows with this head."""
+        at, body = 1, head[0]
+        for place in range(self._last + 1):
+            kind, goes_on = 0, True
+            while goes_on:
+                _need(at < len(head) and at <= self._most)
+                kind, goes_on, at = kind << 7 | head[at] & 127, head[at] >= 128, at + 1
+            _need(kind not in {10, 11})
+            size = (kind - 12) >> 1 if kind >= _FIRST_TEXT else _SIZES[kind]
+            if place in self._texts:
+                _need(kind == _NULL or kind >= _FIRST_TEXT)
+                self._said["size", place].append(size)
+            elif place in self._numbers:
+                _need(kind < 10 and kind != 7)
+                self._said["known", place].append({_NULL: NO_NUMBER, _ZERO: 0, _ONE: 1}.get(kind, _READ))
+                self._said["shift", place].append(64 - 8 * (size or 8))
+            self._said["at", place].append(body)
+            body += size
+        self._said["end", 0].append(body)
 
 
 class _PageTexts:
     """The different texts of a column, with their numbers. They are told apart by 64 bits made of all their bytes."""
 
     def __init__(self, names: Names) -> None:
-        self._names = names
-        self._keys, self._codes = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        self._names, self._known = names, _Numbered()
 
-    def codes(self, buffer: Array, begin: Array, size: Array) -> Array:
-        """The number of each text."""
-        words = np.ndarray((len(buffer) - 7,), "<u8", buffer.data, strides=(1,))
+    def codes(self, rows: _RowBytes, at: Array | int, size: Array | int) -> Array:
+        """The number of each text, which stands there in its row."""
+        size = np.broadcast_to(size, rows.at.shape)
         keys = size.astype(np.uint64) * _MIX
-        for at in range(0, int(size.max()), 8):
-            some = np.flatnonzero(size > at)
-            mixed = (keys[some] ^ words[begin[some] + at] & _MASKS[np.minimum(size[some] - at, 8)]) * _MIX
-            keys[some] = mixed ^ mixed >> _HALF
-        place, known = self._known(keys)
-        if not known.all():
-            fresh, first = np.unique(keys[~known], return_index=True)
-            at = np.flatnonzero(~known)[first]
-            bounds = zip(begin[at].tolist(), (begin + size)[at].tolist(), strict=True)
-            data = buffer.data
-            names = decoded(pl.Series([bytes(data[low:high]) for low, high in bounds], dtype=pl.Binary))
-            codes = self._names.add(names) + np.arange(len(fresh))
-            keys_known, codes_known = np.append(self._keys, fresh), np.append(self._codes, codes)
-            order = np.argsort(keys_known)
-            self._keys, self._codes = keys_known[order], codes_known[order]
-            place, _ = self._known(keys)
-        return self._codes[place]
+        for done in range(0, int(size.max()), 8):
+            word = rows.numbers(at + done, "<u8", np.uint64)
+            word &= _MASKS[np.clip(size - done, 0, 8)]
+            word ^= keys
+            word *= _MIX
+            word ^= word >> _HALF
+            keys = np.where(size > done, word, keys)
 
-    def _known(self, keys: Array) -> tuple[Array, Array]:
-        """Where each key stands among those that are known, and whether it is one of them."""
+        def add(fresh: Array) -> Array:
+            begin = rows.at[fresh] + rows.first + (at if isinstance(at, int) else at[fresh])
+            bounds = zip(begin.tolist(), (begin + size[fresh]).tolist(), strict=True)
+            data = rows.buffer.data
+            texts = decoded(pl.Series([bytes(data[low:high]) for low, high in bounds], dtype=pl.Binary))
+            return self._names.add(texts) + np.arange(len(fresh))
+
+        return self._known.of(keys, add)
+
+
+class _Numbered:
+    """Numbers of 64-bit keys."""
+
+    def __init__(self) -> None:
+        self._keys, self._numbers = np.zeros(0, np.uint64), np.zeros(0, np.int64)
+        self._slots = np.zeros(1 << _SLOT_BITS, np.int64)
+        """By a key's highest bits where it stands, or another with these bits: a search takes several times as long."""
+
+    def of(self, keys: Array, add: Callable[[Array], Array]) -> Array:
+        """The number of each key. `add` gives those of new keys, by the places where they stand first."""
+        place, known = self._places(keys)
+        if not known.all():
+            new = np.flatnonzero(~known)
+            fresh, first = np.unique(keys[new], return_index=True)
+            all_keys, numbers = np.append(self._keys, fresh), np.append(self._numbers, add(new[first]))
+            order = np.argsort(all_keys)
+            self._keys, self._numbers = all_keys[order], numbers[order]
+            self._slots[self._keys >> _TO_SLOT] = np.arange(len(order))
+            place, _ = self._places(keys)
+        return self._numbers[place]
+
+    def _places(self, keys: Array) -> tuple[Array, Array]:
+        """Where each key stands, and whether it is known."""
         if not len(self._keys):
             return np.zeros(len(keys), np.int64), np.zeros(len(keys), bool)
-        at = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        return at, self._keys[at] == keys
+        place = self._slots[keys >> _TO_SLOT]
+        known = self._keys[place] == keys
+        if not known.all():
+            some = np.flatnonzero(~known)
+            place[some] = np.minimum(np.searchsorted(self._keys, keys[some]), len(self._keys) - 1)
+            known[some] = self._keys[place[some]] == keys[some]
+        return place, known
 
 
 def _varints(buffer: Array, at: Array) -> tuple[Array, Array]:
