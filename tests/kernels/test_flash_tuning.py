@@ -228,6 +228,30 @@ def test_a_choice_is_kept_taken_and_read_again():
     assert tuning_cache.forward_configuration(q, causal=True) != chosen
 
 
+def test_dropout_takes_tiles_of_its_own_on_hopper_and_a_kept_choice_without_its_cap(monkeypatch: pytest.MonkeyPatch):
+    """Elsewhere, in fp32 and above 64 columns the default is the one without; a cap was chosen without dropout, too."""
+    problem = Problem(capability=(9, 0), head_dim=64, bytes_per_element=2, causal=True, log2_queries=10)
+    forward, backward = default_forward(problem, dropout=True), default_backward(problem, dropout=True)
+    assert str(forward) == "64x64 w4 s2 r128 tma heads-first"
+    assert str(backward) == "apart keys 64x64 w4 s2 r168 queries 64x64 w4 s2 r128 tma heads-first"
+    others: tuple[dict[str, Any], ...] = ({"capability": (8, 0)}, {"bytes_per_element": 4}, {"head_dim": 128})
+    for other in others:
+        elsewhere = msgspec.structs.replace(problem, **other)
+        assert default_forward(elsewhere, dropout=True) == default_forward(elsewhere)
+        assert default_backward(elsewhere, dropout=True) == default_backward(elsewhere)
+    q, _, _ = call()
+    monkeypatch.setattr(tuning_cache, "_capability", lambda _: (9, 0))
+    q = q.bfloat16()
+    for dropout in (False, True):
+        expected = default_backward(tuning_cache.problem_of(q, causal=True), dropout=dropout)
+        assert tuning_cache.backward_configuration(q, causal=True, dropout=dropout) == expected
+    with tuning_cache.forced(backward=backward):
+        free = tuning_cache.backward_configuration(q, causal=True, dropout=True)
+        assert str(free) == "apart keys 64x64 w4 s2 queries 64x64 w4 s2 tma heads-first"
+        assert tuning_cache.backward_configuration(q, causal=True) == backward
+    tuning_cache.forget()  # what this device is not
+
+
 def test_a_choice_for_the_kernels_in_gluon_is_kept_and_one_from_before_them_is_read():
     forward = ForwardConfiguration(tiles=tiles(64, 64, 4, 3), hopper=HopperForward(consumers=3, max_registers=128))
     backward = msgspec.structs.replace(default_backward(HOPPER), hopper=HopperBackward(v_in_registers=True))

@@ -27,7 +27,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
 from stepscope.kernels.documents import check_bounds, document_bounds
-from stepscope.kernels.flash.configuration import uncapped
 from stepscope.kernels.flash.tiled import FlashAttentionTiled
 from stepscope.kernels.operators import as_autocast, define, refuse_transforms, transformed_by_func, watched
 
@@ -108,7 +107,7 @@ def _forward(
             parts=tensors[5 + len(given) :],
             bounds=found.pop("bounds", None),
             scoring=launch.Scoring(softcap, dropout=dropout, **found),
-            configuration=tuning.forward_configuration(q, causal=causal),
+            configuration=tuning.forward_configuration(q, causal=causal, dropout=seeds is not None),
             launcher=launcher,
         )
 
@@ -154,8 +153,7 @@ def _backward(
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_(), *(each.zero_() for each in of_scores)
     targets = (_dense_target(dq), _dense_target(dk), _dense_target(dv))
-    configuration = tuning.backward_configuration(q, causal=causal)
-    configuration = configuration if seeds is None else uncapped(configuration)
+    configuration = tuning.backward_configuration(q, causal=causal, dropout=seeds is not None)
     dense = _dense(gradient), _dense(q), _dense(k), _dense(v)
     statistics = launch.statistics_for(q, configuration)
     sums = launch.sums_for(

@@ -9,9 +9,9 @@ From dO, with c = scale * log2(e) and the forward's logsumexp L (in base 2 here)
 
 With a softcap the weights are of c tanh(cap Q K^T), and dS has the factor 1 - tanh^2. A sink's gradient is minus the
 sum of its own weight times delta over the rows. What is added to a score has the gradient dS. With dropout, which keeps
-a weight with the chance r, and M = P where it does, else 0, so that delta holds as it is,
+a weight with the chance r, and M(X) = X where it does, else 0, so that delta holds as it is,
 
-    dV = M^T dO / r               dS = (M * dP - P * r delta) / r       where `scale` of dK and dQ has the last 1 / r
+    dV = M(P)^T dO / r            dS = P * (M(dP) - r delta) / r        where `scale` of dK and dQ has the last 1 / r
 
 (Dao 2023, arXiv:2307.08691, algorithm 2.) There are three ways to sum:
 
@@ -33,6 +33,7 @@ from stepscope.kernels.flash.tiles import (
     capped,
     chance_kept,
     document_of,
+    dropped_words,
     first_of_bias,
     head_and_row,
     in_document,
@@ -50,6 +51,7 @@ from stepscope.kernels.flash.tiles import (
     visible,
     with_bias,
     without_dropped,
+    words_again,
 )
 from stepscope.kernels.launching import LOG2E
 
@@ -133,6 +135,8 @@ def _visit_queries(
             Q, q_offset, batch, head, first_query, queries, q_row,
             BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
         )  # fmt: skip
+        if SEEDS is not None:
+            words = dropped_words(SEEDS, dropped, statistics_row, first_query, first_key, BLOCK_M, BLOCK_N, True)
         capped_transposed = capped(product(k, transposed(q, PRECISION), None, PRECISION), cap, not HALF)
         scores_transposed = with_bias(
             capped_transposed, query[None, :], key[:, None], queries, keys, slope, bias, bias_row, unit
@@ -149,17 +153,16 @@ def _visit_queries(
         )  # fmt: skip
         used_transposed = weights_transposed
         if SEEDS is not None:
-            used_transposed = without_dropped(
-                weights_transposed, SEEDS, dropped, statistics_row, first_query, first_key, BLOCK_M, BLOCK_N, True
-            )
+            used_transposed = without_dropped(weights_transposed, words, first_key, BLOCK_M, BLOCK_N, True)
         dv = product(as_operand(used_transposed, gradient, PRECISION), gradient, dv, PRECISION)
         dp_transposed = product(v, transposed(gradient, PRECISION), None, PRECISION)
         delta = _load_statistic(STATISTICS, statistics_row + rows, first_query, padded, BLOCK_M, TMA)
         if SEEDS is not None:
-            of_row = (delta * chance_kept(dropped))[None, :]
-            ds_transposed = used_transposed * dp_transposed - weights_transposed * of_row
-        else:
-            ds_transposed = weights_transposed * (dp_transposed - delta[None, :])
+            delta *= chance_kept(dropped)
+            # Testing each bit twice takes fewer registers than two tiles of weights, those used and all.
+            words = words_again(words, dropped)
+            dp_transposed = without_dropped(dp_transposed, words, first_key, BLOCK_M, BLOCK_N, True)
+        ds_transposed = weights_transposed * (dp_transposed - delta[None, :])
         if cap is not None:
             ds_transposed = ds_transposed * (1 - capped_transposed * capped_transposed)
         ds_transposed = as_operand(ds_transposed, q, PRECISION)
@@ -273,12 +276,16 @@ def _visit_keys(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
+    if SEEDS is not None:
+        delta *= chance_kept(dropped)
     for first_key in tl.range(begin, end, BLOCK_N):  # pyright: ignore[reportGeneralTypeIssues]
         k = load_operand(
             K, k_offset, batch, kv_head, first_key, keys, k_row,
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,
         )  # fmt: skip
         key = first_key + tl.arange(0, BLOCK_N)
+        if SEEDS is not None:
+            words = dropped_words(SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False)
         scores_capped = capped(product(q, transposed(k, PRECISION), None, PRECISION), cap, not HALF)
         scores = with_bias(scores_capped, query[:, None], key[None, :], queries, keys, slope, bias, bias_row, unit)
         weights = tl.math.exp2(scores * scale_log2 - logsumexp[:, None])
@@ -292,10 +299,8 @@ def _visit_keys(
         )  # fmt: skip
         dp = product(gradient, transposed(v, PRECISION), None, PRECISION)
         if SEEDS is not None:
-            used = without_dropped(weights, SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False)
-            ds = used * dp - weights * (delta * chance_kept(dropped))[:, None]
-        else:
-            ds = weights * (dp - delta[:, None])
+            dp = without_dropped(dp, words, first_key, BLOCK_M, BLOCK_N, False)
+        ds = weights * (dp - delta[:, None])
         if cap is not None:
             ds = ds * (1 - scores_capped * scores_capped)
         ds = as_operand(ds, k, PRECISION)
@@ -478,7 +483,8 @@ def _score_gradients(
     )  # fmt: skip
     dp = product(gradient, transposed(v, PRECISION), None, PRECISION)
     if SEEDS is not None:
-        dp = without_dropped(dp, SEEDS, dropped, batch * heads + head, first_query, first_key, BLOCK, BLOCK, False)
+        words = dropped_words(SEEDS, dropped, batch * heads + head, first_query, first_key, BLOCK, BLOCK, False)
+        dp = without_dropped(dp, words, first_key, BLOCK, BLOCK, False)
         dp *= 1 / chance_kept(dropped)
     return weights * (dp - delta[:, None])
 

@@ -188,7 +188,7 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
 
 @functools.cache
 def uncapped(configuration: BackwardConfiguration) -> BackwardConfiguration:
-    """The configuration for dropout, which takes more registers than a cap that was chosen without it leaves."""
+    """A configuration chosen without dropout for a call with it, which takes more registers than a cap leaves."""
     chosen = {"keys": configuration.keys, "queries": configuration.queries}
     free = {name: tiles and msgspec.structs.replace(tiles, max_registers=None) for name, tiles in chosen.items()}
     return msgspec.structs.replace(configuration, **free)
@@ -221,8 +221,11 @@ def tiles(block_m: int, block_n: int, num_warps: int, num_stages: int, max_regis
     )
 
 
-def default_forward(problem: Problem) -> ForwardConfiguration:
+def default_forward(problem: Problem, *, dropout: bool = False) -> ForwardConfiguration:
     """What is taken where nothing was tuned."""
+    if dropout and problem.causal and _dropout_on_hopper(problem):
+        # Loads by descriptors leave registers for the words that are drawn, so that four blocks share a multiprocessor.
+        return ForwardConfiguration(tiles=tiles(64, 64, 4, 2, 128), rows_first=not _in_turns(problem))
     if problem.capability[0] == 9 and problem.head_dim <= 128:
         return _hopper_forward(problem)
     if problem.capability == (0, 0):
@@ -236,8 +239,11 @@ def default_forward(problem: Problem) -> ForwardConfiguration:
     return ForwardConfiguration(tiles=chosen, tma=_described(problem))
 
 
-def default_backward(problem: Problem) -> BackwardConfiguration:
+def default_backward(problem: Problem, *, dropout: bool = False) -> BackwardConfiguration:
     """What is taken where nothing was tuned."""
+    if dropout and _dropout_on_hopper(problem):
+        keys, queries = tiles(64, 64, 4, 2, 168), tiles(64, 64, 4, 2, 128)
+        return BackwardConfiguration(keys=keys, queries=queries, rows_first=not _in_turns(problem))
     if problem.capability[0] == 9 and problem.head_dim <= 128:
         return _hopper_backward(problem)
     if problem.capability == (0, 0):
@@ -251,6 +257,11 @@ def default_backward(problem: Problem) -> BackwardConfiguration:
         keys = _by_head_dim(problem, tiles(32, 128, 4, 3), tiles(32, 64, 4, 2), tiles(32, 32, 4, 1))
         queries = _by_head_dim(problem, tiles(128, 32, 4, 3), tiles(64, 32, 4, 2), tiles(32, 32, 4, 1))
     return BackwardConfiguration(keys=keys, queries=queries, tma=_described(problem))
+
+
+def _dropout_on_hopper(problem: Problem) -> bool:
+    """Whether the kernels with dropout have tiles of their own: where they were measured."""
+    return problem.capability[0] == 9 and problem.head_dim <= 64 and problem.bytes_per_element == 2
 
 
 def _described(problem: Problem) -> bool:

@@ -21,6 +21,7 @@ from stepscope.kernels.flash.tiles import (
     capped,
     chance_kept,
     document_of,
+    dropped_words,
     first_of_bias,
     in_document,
     keys_visited,
@@ -71,9 +72,9 @@ def _visit_keys(
         total = total * decay + tl.sum(weights, 1)
         output = output * decay[:, None]
         if SEEDS is not None:
-            weights = without_dropped(
-                weights, SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False
-            )
+            # Drawn before the scores, words and scores take registers at once, which larger tiles do not have.
+            words = dropped_words(SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False)
+            weights = without_dropped(weights, words, first_key, BLOCK_M, BLOCK_N, False)
         v = load_operand(
             V, v_offset, batch, kv_head, first_key, keys, v_stride,
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,

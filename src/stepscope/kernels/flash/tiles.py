@@ -175,44 +175,65 @@ def with_bias(scores, query, key, queries, keys, slope, bias, bias_row, unit):
 
 
 @triton.jit
-def without_dropped(
-    tile, SEEDS, dropped, batch_head, first_query, first_key,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """A tile in fp32, (QUERIES, KEYS), or (KEYS, QUERIES) if TRANSPOSED, with zeros where dropout takes the weight."""
+def without_dropped(tile, words, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """A tile in fp32, (QUERIES, KEYS), or (KEYS, QUERIES) if TRANSPOSED, with zeros where dropout takes the weight.
+
+    words: those of `dropped_words`.
+    """
     GROUPS: tl.constexpr = (KEYS + 31) // 32
     LENGTH: tl.constexpr = KEYS // GROUPS
-    query = first_query + tl.arange(0, QUERIES)
-    group = tl.arange(0, GROUPS)
     place = tl.arange(0, LENGTH)
     if LENGTH < 32:
         place += first_key % 32
     if TRANSPOSED:
-        words = _words(SEEDS, dropped, batch_head, query[None, :], first_key // 32, group[:, None], 0)
         words = words[:, None, :].broadcast_to(GROUPS, LENGTH, QUERIES).reshape(KEYS, QUERIES)
-        bit = (1 << place)[None, :, None].broadcast_to(GROUPS, LENGTH, QUERIES).reshape(KEYS, QUERIES)
+        place = place[None, :, None].broadcast_to(GROUPS, LENGTH, QUERIES).reshape(KEYS, QUERIES)
     else:
-        words = _words(SEEDS, dropped, batch_head, query[:, None], first_key // 32, group[None, :], 1)
         words = words[:, :, None].broadcast_to(QUERIES, GROUPS, LENGTH).reshape(QUERIES, KEYS)
-        bit = (1 << place)[None, None, :].broadcast_to(QUERIES, GROUPS, LENGTH).reshape(QUERIES, KEYS)
+        place = place[None, None, :].broadcast_to(QUERIES, GROUPS, LENGTH).reshape(QUERIES, KEYS)
+        # A thread's keys in a tile of scores agree in these two bits of their places. Without them a weight's bit is
+        # the same in every thread, and one instruction tests two of a word, not one.
+        words = words >> (place & 6)
+        place = place & 25
     if COMPILED:
         # Written as `tl.where`, all tests of a tile come before its selections, and their results spill.
         return tl.inline_asm_elementwise(
             "{ .reg .pred p; .reg .b32 t; and.b32 t, $2, $3; setp.eq.s32 p, t, 0; selp.f32 $0, $1, 0f00000000, p; }",
             "=f,f,r,r",
-            [tile, words, bit],
+            [tile, words, 1 << place],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
         )
     else:
-        return tl.where((words & bit) == 0, tile, 0.0)
+        return tl.where((words & (1 << place)) == 0, tile, 0.0)
+
+
+@triton.jit
+def words_again(words, dropped):
+    """The same words, which the compiler takes for others: else it keeps what each bit was from one test to the next,
+    in registers that no kernel has."""
+    return words ^ (dropped >> 8)
 
 
 @triton.jit
 def chance_kept(dropped):
     """The probability that dropout keeps a weight."""
     return (256 - dropped) / 256
+
+
+@triton.jit
+def dropped_words(
+    SEEDS, dropped, batch_head, first_query, first_key,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """What dropout takes of a tile: a word for each query and group of 32 keys, (QUERIES, groups), or the transpose."""
+    query = first_query + tl.arange(0, QUERIES)
+    group = tl.arange(0, (KEYS + 31) // 32)
+    if TRANSPOSED:
+        return _words(SEEDS, dropped, batch_head, query[None, :], first_key // 32, group[:, None], 0)
+    else:
+        return _words(SEEDS, dropped, batch_head, query[:, None], first_key // 32, group[None, :], 1)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from stepscope.kernels.flash.configuration import (
     Problem,
     default_backward,
     default_forward,
+    uncapped,
 )
 from stepscope.kernels.launching import interpreted
 
@@ -178,12 +179,12 @@ def _problem(of: _Class) -> Problem:
 
 
 @functools.cache
-def _choice(of: _Class) -> tuple[ForwardConfiguration, BackwardConfiguration]:
+def _choice(of: _Class, dropout: bool = False) -> tuple[ForwardConfiguration, BackwardConfiguration]:
     problem = _problem(of)
     kept = kept_choices(device_name(of[0])).get(problem) if problem.capability != (0, 0) else None
     if kept is None:
-        return default_forward(problem), default_backward(problem)
-    return kept.forward, kept.backward
+        return default_forward(problem, dropout=dropout), default_backward(problem, dropout=dropout)
+    return kept.forward, uncapped(kept.backward) if dropout else kept.backward
 
 
 def forget() -> None:
@@ -194,14 +195,16 @@ def forget() -> None:
     native.forget()
 
 
-def forward_configuration(q: Tensor, *, causal: bool) -> ForwardConfiguration:
+def forward_configuration(q: Tensor, *, causal: bool, dropout: bool = False) -> ForwardConfiguration:
     """The forward kernel's configuration for this call."""
-    return _forced_forward or _choice(_class_of(q, causal))[0]
+    return _forced_forward or _choice(_class_of(q, causal), dropout)[0]
 
 
-def backward_configuration(q: Tensor, *, causal: bool) -> BackwardConfiguration:
+def backward_configuration(q: Tensor, *, causal: bool, dropout: bool = False) -> BackwardConfiguration:
     """The backward kernels' configuration for this call."""
-    return _forced_backward or _choice(_class_of(q, causal))[1]
+    if _forced_backward is not None:
+        return uncapped(_forced_backward) if dropout else _forced_backward
+    return _choice(_class_of(q, causal), dropout)[1]
 
 
 def precision_for(q: Tensor) -> Precision:
