@@ -35,6 +35,19 @@ def test_stochastic_rounding_is_right_on_average_and_one_of_two_neighbours():
     assert torch.equal(round_to(exact, FORMATS["fp4-e2m1"], stochastic=True), exact)
 
 
+def test_what_a_format_holds_is_moved_by_no_chance(monkeypatch: pytest.MonkeyPatch):
+    """With the largest chance that fp32 has 3 + chance is 4 in fp32: the largest number of e2m1 would become 8."""
+    almost_one = 1 - 2.0**-24
+    monkeypatch.setattr(torch, "rand_like", lambda values: torch.full_like(values, almost_one))
+    for name in FEW_BITS:
+        form = FORMATS[name]
+        held = torch.tensor([form.decode(code) for code in range(2**form.code_bits)])
+        held = held[held.isfinite() & (held.abs() <= form.largest)]
+        assert torch.equal(round_to(held, form, stochastic=True), held)
+        between = (held[:-1] + held[1:]) / 2
+        assert round_to(between, form, stochastic=True).abs().max() <= form.largest
+
+
 def block(form: str, *values: float, rule: ScaleRule = "floor") -> list[float]:
     return round_blocks(torch.tensor([values]), BLOCK_FORMATS[form], rule=rule)[0].tolist()
 

@@ -212,8 +212,11 @@ def round_to(values: Tensor, number: FloatFormat, *, stochastic: bool = False) -
     anchors = (values.view(torch.int32) & _EXPONENT).clamp_(min=least << 23).add_(shift << 23).view(torch.float32)
     if stochastic:
         spacing = anchors.mul_(2.0**-23)
-        steps = torch.rand_like(values).add_(values.abs().div_(spacing)).floor_()
-        return steps.mul_(spacing).copysign_(values)
+        steps = values.abs().div_(spacing)
+        whole = steps.floor()
+        # Chance is added to what is left alone: fp32 rounds 3 + 0.99999994 to 4, beyond a largest of 3 steps.
+        whole.add_(torch.rand_like(values).add_(steps.sub_(whole)).floor_())
+        return whole.mul_(spacing).copysign_(values)
     return values.abs().add_(anchors).sub_(anchors).copysign_(values)
 
 
