@@ -180,6 +180,35 @@ def test_infinity_and_nan_are_answered():
     assert rows["fp4-e2m1"] == (None, "no code for it") and rows["e8m0"][1] == "exact"
 
 
+def test_a_number_beyond_fp32_makes_nan_of_its_block():
+    """The largest of fp32 is 3.403e38: there is no share of others that vanish."""
+    found = study_formats(value="3.5e38")
+    assert sentence(found, "in-a-block") == (
+        "3.5e38 in a block of normal numbers is infinite in fp32, and makes NaN of all others."
+    )
+    rows = found.table("A block of normal numbers with 3.5e38 in it").rows
+    assert all(row[2] is None and row[3] is not None for row in rows)
+
+
+def test_a_negative_zero_loses_its_sign_where_there_is_none():
+    found = study_formats(value="-0")
+    happened = {row[0]: row[5] for row in found.table("What becomes of -0").rows}
+    assert happened["fp4-e2m1"] == "exact" and happened["e8m0"] == "no code for it"
+    assert {name for name, what in happened.items() if what == "loses its sign"} == {
+        "fp8-e5m2fnuz", "fp8-e4m3fnuz", "int8-mx", "int4",
+    }  # fmt: skip
+    assert "loses its sign in fp8-e5m2fnuz, fp8-e4m3fnuz, int8-mx, int4;" in sentence(found, "value")
+
+
+def test_integers_are_all_as_far_apart():
+    """MX 1.0 has 1/64 as the smallest normal number of its integers. From 1 to 2 there is no number in int4."""
+    integers, four = FORMATS["int8-mx"], FORMATS["int4"]
+    assert (integers.smallest_normal, integers.epsilon) == (1 / 64, 1 / 64)
+    assert (four.smallest_normal, four.epsilon) == (1, 1)
+    rows = {row[0]: row[5] for row in study_formats(value="0.3").table("What becomes of 0.3").rows}
+    assert rows["int8-mx"] == "rounded" and rows["fp6-e2m3"] == "subnormal: fewer digits"
+
+
 def test_an_outlier_takes_a_block_of_few_bits():
     """Beside 100 in mxfp4 the scale is 2^(6 - 2), half of its least number 4: of 32 normal numbers none is above it."""
     rows = {row[0]: row for row in study_formats().table("A block of normal numbers with 100 in it").rows}

@@ -156,6 +156,7 @@ def _format(
     # NaN at all ones takes the topmost significand from numbers, where it does not take the exponent.
     ones = 2 - Fraction(2 if top == "one NaN" else 1, 2**significand_bits)
     largest = float(ones * Fraction(2) ** largest_exponent)
+    smallest = 2.0 ** (smallest_exponent - significand_bits)
     return FloatFormat(
         name=name,
         exponent_bits=exponent_bits,
@@ -167,9 +168,10 @@ def _format(
         largest_exponent=largest_exponent,
         smallest_exponent=smallest_exponent,
         largest=largest,
-        smallest_normal=2.0**smallest_exponent,
-        smallest_subnormal=2.0 ** (smallest_exponent - significand_bits),
-        epsilon=2.0**-significand_bits,
+        # All numbers of a fixed point are as far apart: none is subnormal.
+        smallest_normal=smallest if top == "two's complement" else 2.0**smallest_exponent,
+        smallest_subnormal=smallest,
+        epsilon=2.0 ** (max(0, smallest_exponent) - significand_bits),
         decimal_digits=(significand_bits + 1) * math.log10(2),
         largest_integer=min(2 ** (significand_bits + 1), int(largest)),
         exp_overflows_above=math.log(largest),

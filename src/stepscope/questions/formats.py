@@ -76,7 +76,8 @@ def _reach(number: FloatFormat) -> float:
 def _scale_of(form: BlockFormat) -> str:
     element = FORMATS[form.element]
     if form.powers_of_two:
-        return f"2**(floor(log2(max)) - {element.largest_exponent})"
+        power = "floor(log2(max))"
+        return f"2**({power} - {element.largest_exponent})" if element.largest_exponent else f"2**{power}"
     share = f"max / {element.largest:g}"
     return f"{share} / the tensor's, which is max / {element.largest * 448:g}" if form.tensor_scale else share
 
@@ -220,7 +221,9 @@ def _error(values: Sequence[float], rounded: Sequence[float]) -> float:
     return 100 * math.dist(values, rounded) / math.hypot(*values)
 
 
-def _vanished(values: Sequence[float], rounded: Sequence[float]) -> Figure:
+def _vanished(values: Sequence[float], rounded: Sequence[float]) -> Figure | None:
+    if not all(map(math.isfinite, rounded)):
+        return None
     gone = sum(after == 0 != before for before, after in zip(values, rounded, strict=True))
     return digits(100 * gone / len(values))
 
@@ -232,13 +235,14 @@ _QUOTED = ("mxfp8", "mxfp4", "nvfp4")
 def _in_a_block(value: str, number: float) -> tuple[Table, Finding]:
     """What a number becomes in a block of normal ones, and what it does to them."""
     rows: list[tuple[Cell, ...]] = []
-    named: dict[str, Figure] = {}
+    named: dict[str, Figure | None] = {}
     clauses: list[str] = []
     fp32 = FORMATS["fp32"]
+    in_fp32 = fp32.round(number)
     for form in BLOCK_FORMATS.values():
         count = form.size or 128
         normal = [fp32.round(statistics.NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
-        becomes, *kept = round_block([fp32.round(number), *normal[1:]], form)
+        becomes, *kept = round_block([in_fp32, *normal[1:]], form)
         others, without = normal[1:], round_block(normal, form)[1:]
         lost = [_vanished(others, part) for part in (kept, without)]
         errors = (digits(error) if math.isfinite(error := _error(others, part)) else error for part in (kept, without))
@@ -255,8 +259,9 @@ def _in_a_block(value: str, number: float) -> tuple[Table, Finding]:
         "error without it, %",
     )
     does = f"becomes {'; '.join(clauses)}"
-    if not math.isfinite(number):
-        does = "makes NaN of all others"
+    if not math.isfinite(in_fp32):
+        beyond = "is infinite in fp32, and " if math.isfinite(number) else ""
+        does, named = f"{beyond}makes NaN of all others", {}
     found = note("in-a-block", f"{value.strip()} in a block of normal numbers {does}.", {**named})
     return Table(title=f"A block of normal numbers with {value} in it", columns=columns, rows=tuple(rows)), found
 
@@ -327,7 +332,8 @@ def _what_happened(f: FloatFormat, number: float, exact: Fraction | None, rounde
     if (f.top == "scale" and number <= 0) or (math.isnan(number) and never_nan):
         return _NOTHING
     if _same(rounded, number) if exact is None else rounded == exact:
-        return "exact"
+        is_other_zero = rounded == 0 and math.copysign(1, rounded) != math.copysign(1, number)
+        return "loses its sign" if is_other_zero else "exact"
     if not math.isfinite(rounded):
         return "overflows" if exact is not None else "becomes NaN"
     if abs(number) > f.largest and abs(rounded) == f.largest:
@@ -381,6 +387,7 @@ def _which_convention(conventions: dict[str, str], device: "torch.device") -> Fi
 _LOST = {
     _NOTHING: "has no code in",
     "vanishes": "vanishes in",
+    "loses its sign": "loses its sign in",
     "overflows": "overflows in",
     "becomes NaN": "becomes NaN in",
     "cut off at the largest": "is cut off in",
