@@ -216,6 +216,19 @@ def test_operands_in_blocks_of_a_module_by_hand():
         stepscope.fit(Sums(), rows, square, recipe="mxfp8", dtype="fp32")
 
 
+def test_products_in_blocks_take_the_librarys_workspace_too():
+    """32 MiB for forward's thread and as much for backward's, where no product stays in 16 bits."""
+    rows = torch.randn(128, WIDTH, dtype=torch.bfloat16)
+    layer = nn.Linear(WIDTH, 512, bias=False)
+    peaks = stepscope.fit(layer, rows, square, recipe=["mxfp8", "fp8-block"], dtype="bf16-pure").by_recipe
+    assert all(64 * 2**20 < peak < 66 * 2**20 for peak in peaks.values()) and len(peaks) == 2
+
+
+def test_a_device_that_multiplies_blocks_of_no_rows_does_not_lack_them():
+    found = stepscope.fit(nn.Linear(WIDTH, 512), torch.empty(0, WIDTH), square, recipe="mxfp8", device="B200")
+    assert "does not multiply" not in str(found.answer.lead) and found.answer.tables[0].rows[1][-1] == 0
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16-pure"])
 def test_rms_norm_is_one_kernel_as_on_a_gpu(dtype: Any):
     """It keeps its input, as LayerNorm does, and of each of 128 rows one number of fp32 where LayerNorm keeps two."""

@@ -341,7 +341,7 @@ def answer_in_blocks(
         rates = {name: rate for name, rate in spec.peak_flops_per_s.items() if name in _RATES_SAID}
         said = ", ".join(f"{rate / 1e12:,.6g} of {name}" for name, rate in rates.items())
         without = (
-            f" Without one: {spec.name} does not multiply such blocks." if any(not row[-1] for row in cells) else ""
+            f" Without one: {spec.name} does not multiply such blocks." if any(row[-1] is None for row in cells) else ""
         )
         again = "without" if workload.sizes is not None else "with"
         lead.append(

@@ -684,6 +684,11 @@ class OperandSizes(Recorder):
         """An operand (rows, columns) in blocks along its columns."""
         return like.new_empty(self.form.bytes_of(rows, columns, weight=weight), dtype=torch.uint8)
 
+    @staticmethod
+    def product(like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """What a product returns: one of nothing, of no FLOPs, for which the library's workspace is there, too."""
+        return like.new_empty(rows, 0, dtype=dtype) @ like.new_empty(0, columns, dtype=dtype)
+
     def kept(self, x: Tensor) -> Tensor:
         """An input (rows, K) in the format, as the weight's gradient takes it: the one that is kept already, if any."""
         storage = x.untyped_storage()
@@ -711,7 +716,7 @@ class _SizedProducts(torch.autograd.Function):
             ctx.save_for_backward(sizes.kept(x))
         ctx.of = sizes, x.dtype, weight.dtype, dtype, (rows, inner, outer)
         _operands = sizes.bytes_of(x, rows, inner), sizes.bytes_of(x, outer, inner, weight=True)
-        return x.new_empty(rows, outer, dtype=dtype)
+        return sizes.product(x, rows, outer, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -724,10 +729,10 @@ class _SizedProducts(torch.autograd.Function):
             _kept, across = ctx.saved_tensors, sizes.bytes_of(dy, outer, rows)
         if ctx.needs_input_grad[0]:
             sizes.flops += 2 * rows * inner * outer
-            dx = dy.new_empty(rows, inner, dtype=dtype).to(of_x)
+            dx = sizes.product(dy, rows, inner, dtype).to(of_x)
         del along, turned
         if ctx.needs_input_grad[1]:
             sizes.flops += 2 * rows * inner * outer
-            dw = dy.new_empty(outer, inner, dtype=dtype).to(of_weight)
+            dw = sizes.product(dy, outer, inner, dtype).to(of_weight)
         del across
         return dx, dw, None, None
