@@ -110,9 +110,16 @@ class Variant:
         if self.blocks is None:
             return contextlib.nullcontext()
         recipe = Recipe(form=self.blocks, stochastic=self.recipe, rotate=self.recipe)
-        paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        # Others than nn.Linear multiply, too, as PyTorch's attention and the Conv1D of transformers.
+        paths = [path for path, module in model.named_modules() if _has_matrix(module)]
         left = first_and_last(paths) if self.recipe and paths else set[str]()
         return block_products(model, lambda path: None if path in left else recipe)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether a module has a matrix of its own that is no table of embeddings."""
+    of_its_own = module.parameters(recurse=False)
+    return not isinstance(module, nn.Embedding) and any(each.dim() == 2 for each in of_its_own)
 
 
 REFERENCE = "fp32"

@@ -555,13 +555,11 @@ def _block_of(path: str) -> int | None:
 
 def first_and_last(paths: Sequence[str]) -> set[str]:
     """The paths of the linear layers that recipes leave alone: those outside of numbered blocks, and those in the first
-    and the last block where there are more than two; without numbered blocks, the first and the last layer."""
+    and the last block where there are more than two; where those are none, the first and the last layer."""
     numbers = {path: _block_of(path) for path in paths}
     known = [number for number in numbers.values() if number is not None]
-    if not known:
-        return {paths[0], paths[-1]}
     ends = (None, min(known), max(known)) if len(set(known)) > 2 else (None,)
-    return {path for path, number in numbers.items() if number in ends}
+    return {path for path, number in numbers.items() if known and number in ends} or {paths[0], paths[-1]}
 
 
 def _linear(recipe: Recipe, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

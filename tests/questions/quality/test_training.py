@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from stepscope.questions.quality_answer import not_finite_from
 from stepscope.questions.quality_training import (
+    BLOCK_VARIANTS,
     VARIANTS,
     batches,
     initial_model,
@@ -137,3 +140,15 @@ def test_the_finer_the_blocks_the_nearer_to_fp32():
     losses = {name: trained(name).losses for name in ("fp32", "mxint8", "mxfp4")}
     apart = {name: sum(abs(a - b) for a, b in zip(each, losses["fp32"], strict=True)) for name, each in losses.items()}
     assert 0 < apart["mxint8"] < apart["mxfp4"] / 3
+
+
+def test_a_recipe_leaves_the_attention_of_the_first_and_the_last_layer_alone():
+    """PyTorch's attention multiplies by a matrix of its own, and is no nn.Linear."""
+    torch.manual_seed(0)
+    layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 3).train()
+    x = torch.randn(2, 8, 16)
+    attentions: list[Any] = [layer.self_attn for layer in layers.layers]
+    plain = [attention(x, x, x)[0] for attention in attentions]
+    with BLOCK_VARIANTS["mxfp4-recipe"].products(layers):
+        in_blocks = [attention(x, x, x)[0] for attention in attentions]
+    assert [torch.equal(*pair) for pair in zip(plain, in_blocks, strict=True)] == [True, False, True]
