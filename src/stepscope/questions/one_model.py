@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer, decode_answer, encode_answer
-from stepscope.core.errors import InputError, warn
+from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.float_formats import BLOCK_FORMATS
 from stepscope.core.model_config import PRESETS, configure
 from stepscope.core.options import MEASURING, MODEL, NUMBERS, TRAINING, WORKLOAD, Option, completed, refuse_beside
@@ -311,12 +311,14 @@ PARITY = Question(
 # One step, with each module alone in 16 bits, or in blocks of fewer.
 
 
+_TO = ("bf16", "fp16", *BLOCK_FORMATS)
+
 To = Annotated[
     tuple[str, ...],
     Option(
         "The precision that one module at a time gets; or formats of blocks for products of linear layers.",
         WORKLOAD,
-        choices=("bf16", "fp16", *BLOCK_FORMATS),
+        choices=_TO,
     ),
 ]
 
@@ -324,6 +326,8 @@ To = Annotated[
 def shadow(tell: Tell, *, step: OneModel, to: To = ("bf16",), device: str) -> Answer:
     """Which module's precision matters: the step again with one module at a time in 16 bits, ranked by the error that
     this makes in the gradients, beside run-to-run noise. Of blocks: which format, recipe, product, layer."""
+    for name in to:
+        choose(name, _TO, "precision")
     if len(to) == 1 and to[0] not in BLOCK_FORMATS:
         return step.answer("shadow", tell, to=to[0], device=device)
     wide = [name for name in to if name not in BLOCK_FORMATS]

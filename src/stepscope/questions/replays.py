@@ -111,7 +111,7 @@ def distance(result: StepResult, reference: StepResult) -> Distance:
     off, size = {}, []
     for name in dict.fromkeys((*reference.gradients, *result.gradients)):
         size.append(_norm(reference.gradients[name]) if name in reference.gradients else 0.0)
-        both = [step.gradients[name].double() for step in (result, reference) if name in step.gradients]
+        both = [in_double(step.gradients[name]) for step in (result, reference) if name in step.gradients]
         off[name] = _norm(both[0] - both[1] if len(both) > 1 else both[0])
     whole = math.hypot(*size)
     return Distance(
@@ -149,8 +149,13 @@ class _Losses(Recorder):
             self.values.append(loss.item())
 
 
+def in_double(tensor: Tensor) -> Tensor:
+    """The tensor in double precision; complex numbers stay complex."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def _norm(tensor: Tensor) -> float:
-    norm = float(torch.linalg.vector_norm(tensor.double()))
+    norm = float(torch.linalg.vector_norm(in_double(tensor)))
     return norm if math.isfinite(norm) else math.inf
 
 

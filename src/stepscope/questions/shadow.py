@@ -7,6 +7,7 @@ batch.
 import contextlib
 import dataclasses
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +27,20 @@ from stepscope.core.range_names import FORWARD
 from stepscope.questions import replays
 from stepscope.questions.answers import computed_answer, dtype_of
 from stepscope.questions.replays import Distance, Subject, share
-from stepscope.questions.steps import folded, one_step_of
+from stepscope.questions.steps import folded, layers_folded, one_step_of
 from stepscope.recording.environment import resolve_device
+from stepscope.recording.flops import FlopCounts
 from stepscope.recording.step import Recorder
-from stepscope.training.scaled_products import PRODUCTS, BlockLoss, Product, Recipe, block_products, first_and_last
+from stepscope.training.scaled_products import (
+    PRODUCTS,
+    BlockLoss,
+    Product,
+    Recipe,
+    block_products,
+    first_and_last,
+    linears_replaced,
+    takes_blocks,
+)
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
 from stepscope.training.user_module.user_code import user_errors
 
@@ -557,7 +568,7 @@ class Replay:
             return Ranked(part=part, refused=str(error))
         off = replays.distance(result, self._unchanged)
         # A parameter whose gradient is next to zero does not count: what is left of it is rounding.
-        norms = {name: float(each.double().norm()) for name, each in self._unchanged.gradients.items()}
+        norms = {name: float(replays.in_double(each).norm()) for name, each in self._unchanged.gradients.items()}
         whole = sum(each**2 for each in norms.values()) ** 0.5
         for_its_size = {
             name: each * whole / norms[name]
@@ -673,10 +684,15 @@ class BlockReplay:
 
     def __init__(self, subject: Subject) -> None:
         self.subject, self._step = subject, subject.step()
+        self.quiet = tuple(replays.drawing_modules(self._step.model))
         replays.without_dropout(self._step.model)
         self._buffers = [(buffer, buffer.clone()) for buffer in self._step.model.buffers()]
         self.paths: dict[str, None] = {}
-        self._given = self._run(self.paths.setdefault)
+        self.linear_share = 0.0
+        """The share of forward's FLOPs that its linear layers do."""
+        self.unknown: Sequence[str] = ()
+        """Operators whose FLOPs nobody knows, which are not among forward's."""
+        self._given = self._as_given()
         if not self.paths:
             raise InputError(f"{subject.name} has no linear layer: there are no products to take in blocks")
         if not self._given.is_finite:
@@ -697,12 +713,36 @@ class BlockReplay:
             return None
         return replays.distance(half, self._given).gradients
 
+    def _as_given(self) -> replays.StepResult:
+        """The step without blocks, and which linear layers it has."""
+        counts, linear = FlopCounts("half"), 0
+
+        def found(path: str, input: Tensor, weight: Tensor, _bias: Tensor | None) -> None:
+            nonlocal linear
+            in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint runs it again
+            if takes_blocks(input, weight) and not in_backward:
+                self.paths[path] = None
+                linear += 2 * input.numel() * weight.shape[0]
+
+        counting = counts.running if "torch._dynamo" in sys.modules else counts.counting
+        with linears_replaced(self._step.model, found), counting():
+            result = self._again(counts)
+        if all_flops := counts.work[FORWARD].flops:
+            self.linear_share = min(1.0, linear / all_flops)
+        self.unknown = sorted(counts.unknown)
+        return result
+
     def _run(self, recipe_of: Callable[[str], Recipe | None]) -> replays.StepResult:
+        with block_products(self._step.model, recipe_of):
+            return self._again()
+
+    def _again(self, *recorders: Recorder) -> replays.StepResult:
+        """The step from its first state."""
         with torch.no_grad():
             for buffer, kept in self._buffers:
                 buffer.copy_(kept)
-        with user_errors(self.subject.name), block_products(self._step.model, recipe_of):
-            return replays.run_step(self._step, self.subject.seed)
+        with user_errors(self.subject.name):
+            return replays.run_step(self._step, self.subject.seed, *recorders)
 
     def with_blocks(self, paths: Sequence[str], form: BlockFormat, **changes: Any) -> BlockRun:
         """The step with these layers' products in blocks. changes: of the recipe."""
@@ -713,11 +753,11 @@ class BlockReplay:
 
     def results(self, form: BlockFormat) -> BlockResults:
         """All layers by each recipe and each product, and layers alone."""
-        paths = list(self.paths)
+        paths, name_of = list(self.paths), layers_folded(self._step.model)
         between = [path for path in paths if path not in first_and_last(paths)]
         groups: dict[str, list[str]] = {}
         for path in paths:
-            groups.setdefault(folded(path), []).append(path)
+            groups.setdefault(name_of(path), []).append(path)
 
         def layer(name: str, paths: Sequence[str]) -> BlockLayer:
             apart = [self.with_blocks(paths, form, products=(product,)) for product in PRODUCTS]
@@ -728,7 +768,7 @@ class BlockReplay:
             recipes={
                 name: self.with_blocks(between if "last" in name else paths, form, **changes)
                 for name, changes in _RECIPES.items()
-                if "rule" not in changes or form.powers_of_two
+                if ("rule" not in changes or form.powers_of_two) and ("last" not in name or between)
             },
             products={product: self.with_blocks(paths, form, products=(product,)) for product in PRODUCTS},
             layers=sorted(
@@ -768,6 +808,7 @@ def study_block_shadow(
     noise = replay.noise
     settings: dict[str, Cell] = {**workload.named, "seed": seed, "to": ", ".join(form.name for form in forms)}
     settings["noise of the batch"] = "unknown: the batch cannot be cut" if noise is None else digits(noise)
+    settings["linear layers' share of forward's FLOPs"] = digits(replay.linear_share)
     return computed_answer(
         on,
         study="shadow",
@@ -775,8 +816,23 @@ def study_block_shadow(
         settings=settings,
         tables=_block_tables(results, noise),
         panels=(_block_panel(results),),
-        findings=[_block_finding(each, noise) for each in results],
+        findings=[*(_block_finding(each, noise) for each in results), *_left_out(replay)],
     )
+
+
+def _left_out(replay: BlockReplay) -> Iterator[Finding]:
+    """Products that are not linear layers', where they are the greater part; and that dropout is off."""
+    if replay.linear_share < 0.5 or replay.unknown:
+        beside = f", without those of {_quoted(replay.unknown)}, which nobody knows" if replay.unknown else ""
+        yield warning(
+            "shadow-left",
+            f"Linear layers do {share(replay.linear_share)} of forward's FLOPs{beside}. All other products stay as "
+            "they are, as those of attention, of convolutions, recurrent layers and experts that share one tensor: "
+            "what these would lose is not in the figures.",
+            {"linear_share": replay.linear_share},
+        )
+    if replay.quiet:
+        yield note("shadow-dropout", f"Dropout is off, in {_quoted(replay.quiet)}.")
 
 
 _LOST = ("gradients off by", "elements that vanish, %", "blocks that lose one, %")

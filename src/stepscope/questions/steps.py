@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,17 +64,26 @@ def folded(module: str) -> str:
 
 def layers_folded(model: nn.Module) -> Callable[[str], str]:
     """A function from a module's path to one name for it and its like: modules of one class whose paths differ in a
-    number alone. Of a Sequential, whose modules are of several classes, each keeps its path."""
+    number alone. Of a Sequential, whose modules are of several classes, each keeps its number."""
     alike: dict[str, list[nn.Module]] = {}
     for path, module in model.named_modules():
         alike.setdefault(folded(path), []).append(module)
 
     def name(path: str) -> str:
         like = alike.get(folded(path), [])
-        are_layers = len(like) > 1 and len({type(module) for module in like}) == 1
-        return folded(path) if are_layers or not path else path
+        if not path or _are_layers(like):
+            return folded(path)
+        parts = path.split(".")
+        for i, part in enumerate(parts):
+            if part.isdigit() and _are_layers([*model.get_submodule(".".join(path.split(".")[:i])).children()]):
+                parts[i] = "*"
+        return ".".join(parts)
 
     return name
+
+
+def _are_layers(modules: Sequence[nn.Module]) -> bool:
+    return len(modules) > 1 and len({type(module) for module in modules}) == 1
 
 
 def elements_of(step: AssembledStep) -> tuple[int, int]:

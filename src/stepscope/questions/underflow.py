@@ -147,7 +147,10 @@ def study_underflow(
         settings=settings,
         tables=tables,
         panels=(_panel(gradients, of, chosen) for of in _OF),
-        findings=_findings(everything, shares, best, observed, format_name),
+        findings=[
+            *_findings(everything, shares, best, observed, format_name),
+            *([] if of_blocks is None else [_of_blocks(gradients, of_blocks)]),
+        ],
     )
 
 
@@ -390,6 +393,22 @@ def _of_format(name: str, by_scale: dict[int, Shares], best: int) -> Finding:
             f"{_share(fitted.below_normal)} lie below the smallest normal."
         )
     return note("gradient-underflow", sentence, evidence)
+
+
+def _of_blocks(gradients: list[Gradients], form: BlockFormat) -> Finding:
+    clauses, evidence = [], {}
+    for of in _OF:
+        zero, losing, off = _in_blocks(gradients, of, form)
+        clauses.append(
+            f"of those of {of} {zero:g} % become zero, in {losing:g} % of the blocks, and they are off by {off:g} %"
+        )
+        evidence |= {f"{of}_become_zero_percent": zero, f"{of}_off_percent": off}
+    return note(
+        "gradients-in-blocks",
+        f"In {form.name}, along their last dimension, {'; '.join(clauses)}. Each block has a scale of its own: a loss "
+        "scale saves none of them.",
+        {"format": form.name, **evidence},
+    )
 
 
 def _share(share: float) -> str:

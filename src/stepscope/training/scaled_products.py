@@ -491,19 +491,20 @@ def block_products(model: nn.Module, recipe_of: Callable[[str], Recipe | None]) 
     """While open, the linear layers of a model's forward multiply by the recipe of their module, by its path; where
     that is None, as they are. Their backward does so, too, also later.
 
-    Linear are `F.linear`, and `torch.addmm` with a parameter; products of other operators stay as they are.
+    Linear are `F.linear`, and `torch.addmm` with a parameter; products of other operators stay as they are, and so do
+    those of complex numbers and of quantised weights.
     """
 
-    def product(path: str, *operands: Any) -> Tensor | None:
-        recipe = recipe_of(path)
-        return None if recipe is None else _linear(recipe, *operands)
+    def product(path: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        recipe = recipe_of(path) if takes_blocks(input, weight) else None
+        return None if recipe is None else _linear(recipe, input, weight, bias)
 
-    with _linears_replaced(model, product):
+    with linears_replaced(model, product):
         yield
 
 
 @contextlib.contextmanager
-def _linears_replaced(
+def linears_replaced(
     model: nn.Module, product: Callable[[str, Tensor, Tensor, Tensor | None], Tensor | None]
 ) -> Iterator[None]:
     """While open, linear layers are what `product` makes of the path of their module, their input, weight and bias; as
@@ -546,6 +547,16 @@ def _running(model: nn.Module) -> Iterator[Callable[[], str]]:
             stack.callback(module.register_forward_pre_hook(lambda *_, path=path: running.append(path)).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield lambda: running[-1] if running else ""
+
+
+def takes_blocks(input: Tensor, weight: Tensor) -> bool:
+    """Whether blocks can take the place of a linear layer's operands: plain tensors of floating numbers."""
+    return input.is_floating_point() and not _is_quantised(weight)
+
+
+def _is_quantised(weight: Tensor) -> bool:
+    """Whether a weight is no plain tensor of floating numbers."""
+    return is_traceable_wrapper_subclass(weight) or not weight.is_floating_point()
 
 
 def _block_of(path: str) -> int | None:
@@ -659,12 +670,12 @@ class OperandSizes(Recorder):
             self.taken.add(path)
             return self._linear(input, weight, bias)
 
-        with _linears_replaced(model, product):
+        with linears_replaced(model, product):
             yield self
 
     def _unlike(self, input: Tensor, weight: Tensor) -> str | None:
         """Why the products of a layer cannot take operands in blocks, in words; None where they can."""
-        if is_traceable_wrapper_subclass(weight) or not weight.is_floating_point():
+        if _is_quantised(weight):
             return "its weight is quantised"
         if (bits := 8 * _dtype_of(input).itemsize) != 16:
             return f"its operands have {bits} bits"

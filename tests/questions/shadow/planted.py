@@ -184,3 +184,39 @@ def make_empty(scale: float = 1.0) -> tuple[nn.Module, tuple[Tensor, Tensor], An
 def make_again(again: bool = False) -> tuple[nn.Module, Tensor, Any]:
     torch.manual_seed(0)
     return Again(again), torch.randn(4, WIDTH, requires_grad=True), torch.sum
+
+
+class Experts(nn.Module):
+    """Four matrices in one tensor, which no linear layer multiplies, and whose products are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 2 * WIDTH, 2 * WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.matmul(x, self.experts).sum(0)
+
+
+class Mixed(nn.Module):
+    """Two linear layers around experts and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        linears = (nn.Linear(2 * WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.layers = nn.Sequential(next(linears), Experts(), nn.Dropout(0.1), next(linears))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def make_mixed() -> tuple[nn.Module, Tensor, Any]:
+    torch.manual_seed(0)
+    return Mixed(), torch.randn(8, 2 * WIDTH), square
+
+
+def make_complex() -> tuple[nn.Module, Tensor, Any]:
+    return (
+        nn.Linear(WIDTH, WIDTH, dtype=torch.complex64),
+        torch.randn(4, WIDTH, dtype=torch.complex64),
+        lambda y: square(y.abs()),
+    )

@@ -95,6 +95,8 @@ def test_first_and_last_layers():
     assert first_and_last([*layers, "head"]) == {layers[0], layers[3], "head"}
     assert first_and_last(["0.up", "1.up", "head"]) == {"head"}, "of two layers none would be left over"
     assert first_and_last(["up", "middle", "down"]) == {"up", "down"}
+    two = ["0.up", "0.down", "1.up", "1.down"]
+    assert first_and_last(two) == {"0.up", "1.down"}, "nothing stands outside of two blocks"
 
 
 def test_what_a_step_loses_by_recipe_product_and_layer():
@@ -122,6 +124,44 @@ def test_tensors_without_numbers_lose_nothing():
     found = study_underflow(format_name="nvfp4", factory=EMPTY, device="cpu")
     assert "none" not in {row[0] for row in found.tables[0].rows}
     assert study_swallowed(steps=1, learning_rates=(1e-3,), factory=EMPTY, device="cpu").findings
+
+
+PLANTED = "tests.questions.shadow.planted"
+
+
+def test_a_recipe_that_leaves_all_layers_is_none():
+    """Both layers of the model are its first and its last."""
+    answer = study_block_shadow(to=("mxfp4",), factory=f"{PLANTED}:make_mixed", device="cpu")
+    assert {row[1] for row in answer.table(RECIPES).rows} == {
+        "nearest", "scales rounded up", "gradients by chance", "rotated",
+    }  # fmt: skip
+    assert {row[1] for row in answer.table(BY_LAYER).rows} == {"layers.0", "layers.3"}, (
+        "of a Sequential, each by itself"
+    )
+
+
+def test_what_no_linear_layer_multiplies_is_said():
+    """Of 8 rows of 16 numbers, the experts multiply each by 4 matrices of 16 x 16, and two layers by one each."""
+    answer = study_block_shadow(to=("mxfp4",), factory=f"{PLANTED}:make_mixed", device="cpu")
+    left, quiet = answer.findings[1:]
+    assert (left.kind, left.severity, left.evidence["linear_share"]) == ("shadow-left", "warning", pytest.approx(2 / 6))
+    assert quiet.sentence == "Dropout is off, in `layers.2`."
+
+
+def test_complex_numbers_are_in_no_blocks():
+    with pytest.raises(InputError, match="has no linear layer"):
+        study_block_shadow(to=("mxfp4",), factory=f"{PLANTED}:make_complex", device="cpu")
+
+
+def test_an_unknown_precision_is_told_of_blocks():
+    with pytest.raises(InputError, match=r"^unknown precision 'MXFP4': choose one of bf16, fp16, mxfp8"):
+        shadow(lambda _stage: None, step=OneModel(), to=("MXFP4",), device="cpu")
+
+
+def test_gradients_in_a_format_of_blocks_are_a_sentence():
+    found = study_underflow(format_name="mxint8", model=SMALL, seq_len=32, device="cpu").findings[-1]
+    assert found.sentence.startswith("In mxint8, along their last dimension, of those of parameters ")
+    assert found.sentence.endswith("a loss scale saves none of them.")
 
 
 def test_gradients_of_zeros_are_refused():
