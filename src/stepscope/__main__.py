@@ -1,5 +1,6 @@
 """The `stepscope` command, and `python -m stepscope`: signals are answered before anything large is imported."""
 
+import gc
 import sys
 
 from stepscope.core import interrupts
@@ -8,6 +9,7 @@ from stepscope.core import interrupts
 def main() -> None:
     """Run the command line."""
     interrupts.install()
+    gc.disable()  # until the verb runs: what imports make stays, and need not be searched for circles
     from stepscope.app.cli.app import main as run_command  # noqa: PLC0415  (takes a while)
 
     try:

@@ -7,6 +7,7 @@ stands for the options that the record's fields name; OneWorkload and ManyWorklo
 
 import dataclasses
 import functools
+import gc
 import importlib
 import inspect
 import math
@@ -38,6 +39,9 @@ def command_of(verb: Verb, kind: type[click.Command] | None = None, **settings: 
     parameters, options, call = _options_of(verb.function, verb)
 
     def run(**values: Any) -> None:
+        if not gc.isenabled():  # as the command began
+            gc.freeze()
+            gc.enable()
         if code := call(values):
             raise click.exceptions.Exit(code)
 

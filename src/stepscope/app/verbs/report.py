@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from stepscope.app.cli.output import emit
-from stepscope.core.environment import give_pages_back
+from stepscope.core.environment import give_pages_back, without_collector
 from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.options import OUTPUT, Argument, Option, Rule, verb
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, write_atomically
@@ -47,6 +47,7 @@ Redact = Annotated[bool, Option("Leave out hosts, paths, arguments, lines of sou
         ),
     ),
 )
+@without_collector()
 def command(
     what: Annotated[
         list[str],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from stepscope.app.cli.output import Presentation, exit_code_of, progress, told_where_long
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.answer import Answer, Finding, name_of
-from stepscope.core.environment import give_pages_back
+from stepscope.core.environment import give_pages_back, without_collector
 from stepscope.core.errors import EXIT_DONE, EXIT_WRONG_INPUT, InputError, StepscopeError, warn
 from stepscope.core.options import OUTPUT, Option, Rule, completed, file_or_run, verb
 from stepscope.core.range_names import PHASES
@@ -209,6 +209,7 @@ _OF_A_PART = ("--range", "--phase", "--step", "--module", "--device", "--stream"
         ),
     ),
 )
+@without_collector()
 def command(
     file: Annotated[
         list[str],
