@@ -83,6 +83,7 @@ def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, fast: b
     sizes but R be multiples of 16. fast: whether Tensor Cores may add up in fewer bits than fp32 has."""
     if a.device.type == "cpu":
         return _on_a_cpu(a, b, scale_a, scale_b)
+    # The public function calls another operator: compilers lower this one, and stored runs name it.
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
     )

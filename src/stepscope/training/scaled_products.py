@@ -35,6 +35,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import TensorWeakRef
 
@@ -325,8 +326,17 @@ MULTIPLIED_ON = {
     "mxfp8": ((10, 0), True),
     "nvfp4": ((10, 0), True),
 }
-"""The formats that `torch._scaled_mm` multiplies, with the compute capability from which it does so, and whether later
-ones do, too (ScaledBlas.cpp)."""
+"""The formats that `torch.nn.functional.scaled_mm` multiplies, with the compute capability from which it does so, and
+whether later ones do, too (ScaledBlas.cpp)."""
+
+_SCALED_BY = {
+    "fp8-tensor": ("TensorWise", "TensorWise"),
+    "fp8-row": ("RowWise", "RowWise"),
+    "fp8-block": ("BlockWise1x128", "BlockWise128x128"),
+    "mxfp8": ("BlockWise1x32", "BlockWise1x32"),
+    "nvfp4": ("BlockWise1x16", "BlockWise1x16"),
+}
+"""How it names the scales of the left and of the right operand."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of the codes of e2m1 without a sign, in their order."""
@@ -411,10 +421,20 @@ def block_product(a: BlockOperand, b: BlockOperand, *, fast: bool = False) -> Ca
     multiple of 4."""
     if a.codes.device.type == "cpu":
         return lambda: _in_fp32(a.numbers(), b.numbers(), torch.bfloat16)
+    return librarys_product(a, b, fast=fast)
+
+
+def librarys_product(a: BlockOperand, b: BlockOperand, *, fast: bool = False) -> Callable[[], Tensor]:
+    """PyTorch's own call of `block_product`, wherever the operands are."""
     right, scale_a, scale_b = b.codes.t(), a.laid_out(left=True), b.laid_out(left=False)
+    by_a, by_b = (getattr(ScalingType, name) for name in _SCALED_BY[a.form.name])
+    swizzle = SwizzleType.NO_SWIZZLE if a.scales.dtype == torch.float32 else SwizzleType.SWIZZLE_32_4_4
 
     def call() -> Tensor:
-        product = scaled_mm(a.codes, right, scale_a, scale_b, fast=fast)
+        product = F.scaled_mm(
+            a.codes, right, scale_a, by_a, scale_b, by_b, swizzle_a=swizzle, swizzle_b=swizzle,
+            output_dtype=torch.bfloat16, use_fast_accum=fast,
+        )  # fmt: skip
         if a.of_tensor is None or b.of_tensor is None:
             return product
         return product * (a.of_tensor * b.of_tensor).to(product.dtype)
