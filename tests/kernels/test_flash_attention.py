@@ -128,15 +128,16 @@ WAYS: dict[str, tuple[ForwardConfiguration, Way, bool]] = {
     ),
     "fused": (ForwardConfiguration(tiles=SMALL, tma=False), "fused", False),
 }  # fmt: skip
-"""Backward has the order of forward's tiles."""
+"""Backward has the order of forward's tiles. By descriptors it draws what dropout takes in a kernel of its own."""
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest):
     forward, name, tma = WAYS[request.param]
     backward = BackwardConfiguration(
-        way=name, keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1), tma=tma, rows_first=forward.rows_first
-    )
+        way=name, keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1), tma=tma, rows_first=forward.rows_first,
+        draw_first=tma,
+    )  # fmt: skip
     with tuning_cache.forced(forward=forward, backward=backward):
         yield request.param
 

@@ -12,7 +12,9 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 
 from stepscope.core.errors import InputError
 from stepscope.core.parts import TensorDtype
+from stepscope.kernels.flash import launch
 from stepscope.kernels.flash.attention import flash_attention
+from stepscope.kernels.flash.configuration import BackwardConfiguration
 from stepscope.training.attention.gate import (
     AttentionFunction,
     check_attention_implementation,
@@ -27,6 +29,9 @@ from tests.kernels.test_flash_attention import (
     inputs,
     way,  # noqa: F401  (a fixture)
 )
+from tests.kernels.test_flash_attention import (
+    SMALL as SMALL_TILES,
+)
 
 pytestmark = pytest.mark.slow
 ALL = scored_shapes()
@@ -39,6 +44,7 @@ SMALLER = (
     msgspec.structs.replace(
         ALL[8], batch=1, heads=2, key_heads=1, queries=34, keys=34, documents=(1, 20, 13), bias="of heads", dropout=0.1
     ),
+    msgspec.structs.replace(ALL[13], batch=1, heads=2, key_heads=1, queries=50, keys=34, dropout=0.25),
 )
 
 
@@ -52,7 +58,7 @@ def judge(*shapes: Any, dtype: TensorDtype = "fp32", function: AttentionFunction
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [(SMALLER[0], "fp32"), (SMALLER[1], "fp32"),
+    [*((shape, "fp32") for shape in SMALLER),
      *in_the_interpreter_at_length(*((shape, dtype) for shape in ALL for dtype in ("fp32", "bf16", "fp16")))],
     ids=str,
 )  # fmt: skip
@@ -121,6 +127,45 @@ def test_philox_has_the_numbers_that_its_authors_publish():
     assert [sum((number >> bit & 1) << key for key, number in enumerate(drawn)) for bit in range(4)] == [
         0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(200, 300, False), (300, 200, True)])
+def test_words_drawn_before_backward_are_the_weights_that_dropout_takes(queries: int, keys: int, causal: bool):
+    """Words of queries, of whose bits each is a key, then words of keys; both padded to 256 rows and columns."""
+    q, k = inputs(q_shape=(1, 3, queries, 16), k_shape=(1, 3, keys, 16))[:2]
+    configuration = BackwardConfiguration(keys=SMALL_TILES, queries=SMALL_TILES, tma=False, draw_first=True)
+    seeds = torch.tensor([123456789123, 77], device=DEVICE)
+    words = launch.words_for(configuration, q, k, seeds, limited=False)
+    assert words is not None
+    backward = launch.Backward(
+        q, q, k, k, q, q[..., 0].contiguous(), q, k, k, launch.statistics_for(q, configuration), causal=causal,
+        scale=1.0, window=None, precision="ieee", tma=False, scoring=launch.Scoring(dropout=0.3, seeds=seeds),
+        words=words,
+    )  # fmt: skip
+    backward.draw()
+    rows, columns, place = (-(-queries // 256) * 256, -(-keys // 256) * 256, torch.arange(32, device=DEVICE))
+    of_queries, of_keys = words.view(2, -1)
+    by_query = (of_queries.view(3, -1, rows, 1) >> place & 1).transpose(1, 2).flatten(2)[:, :queries, :keys]
+    by_key = (of_keys.view(3, -1, columns, 1) >> place & 1).transpose(2, 3).flatten(1, 2)[:, :queries, :keys]
+    taken = dropout_numbers(torch.Size((1, 3, queries, keys)), seeds)[0] >= 256 - 77
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=DEVICE)
+    seen = seen.tril() if causal else seen
+    for drawn in (by_query, by_key):
+        assert torch.equal(drawn.bool() & seen, taken & seen)
+
+
+def test_what_is_drawn_before_backward_takes_no_more_memory_than_is_allowed():
+    """(16, 16, 1024, 64) is the most: 64 MiB. Nothing is drawn before without dropout, nor where most is hidden."""
+    configuration = BackwardConfiguration(keys=SMALL_TILES, queries=SMALL_TILES, draw_first=True)
+    seeds = torch.zeros(2, dtype=torch.int64)
+    most, more = (torch.empty(16, heads, 1024, 64, device="meta") for heads in (16, 17))
+    words = launch.words_for(configuration, most, most, seeds.to("meta"), limited=False)
+    assert words is not None and words.nbytes == 64 << 20
+    assert launch.words_for(configuration, more, more, seeds, limited=False) is None
+    assert launch.words_for(configuration, most, most, seeds, limited=True) is None
+    assert launch.words_for(configuration, most, most, None, limited=False) is None
+    apart = msgspec.structs.replace(configuration, draw_first=False)
+    assert launch.words_for(apart, most, most, seeds, limited=False) is None
 
 
 def test_dropout_keeps_its_rate_and_the_mean():

@@ -233,7 +233,7 @@ def test_dropout_takes_tiles_of_its_own_on_hopper_and_a_kept_choice_without_its_
     problem = Problem(capability=(9, 0), head_dim=64, bytes_per_element=2, causal=True, log2_queries=10)
     forward, backward = default_forward(problem, dropout=True), default_backward(problem, dropout=True)
     assert str(forward) == "64x64 w4 s2 r128 tma heads-first"
-    assert str(backward) == "apart keys 64x64 w4 s2 r168 queries 64x64 w4 s2 r128 tma heads-first"
+    assert str(backward) == "apart keys 64x64 w4 s3 r168 queries 64x64 w4 s2 r128 tma heads-first draw-first"
     others: tuple[dict[str, Any], ...] = ({"capability": (8, 0)}, {"bytes_per_element": 4}, {"head_dim": 128})
     for other in others:
         elsewhere = msgspec.structs.replace(problem, **other)
@@ -247,7 +247,7 @@ def test_dropout_takes_tiles_of_its_own_on_hopper_and_a_kept_choice_without_its_
         assert tuning_cache.backward_configuration(q, causal=True, dropout=dropout) == expected
     with tuning_cache.forced(backward=backward):
         free = tuning_cache.backward_configuration(q, causal=True, dropout=True)
-        assert str(free) == "apart keys 64x64 w4 s2 queries 64x64 w4 s2 tma heads-first"
+        assert str(free) == "apart keys 64x64 w4 s3 queries 64x64 w4 s2 tma heads-first draw-first"
         assert tuning_cache.backward_configuration(q, causal=True) == backward
     tuning_cache.forget()  # what this device is not
 

@@ -156,13 +156,14 @@ def _backward(
     configuration = tuning.backward_configuration(q, causal=causal, dropout=seeds is not None)
     dense = _dense(gradient), _dense(q), _dense(k), _dense(v)
     statistics = launch.statistics_for(q, configuration)
+    limited = window is not None or bounds is not None
     sums = launch.sums_for(
         configuration,
         statistics,
         *dense[1:],
         dense[0],
         causal=causal,
-        limited=window is not None or bounds is not None,
+        limited=limited,
         in_triton=launch.Scoring(slopes=slopes, bias=bias, seeds=seeds).in_triton,
     )
     precision = tuning.precision_for(q)
@@ -172,6 +173,7 @@ def _backward(
     distances = launch.distances_for(q, k) if of_slopes or (of_bias and bias is not None and bias.dim() == 2) else None
     given = _given(
         sums=sums, bounds=bounds, slopes=slopes, bias=bias, seeds=seeds, distances=distances,
+        words=launch.words_for(configuration, q, k, seeds, limited=limited),
         of_bias=of_scores[2] if of_bias and bias is not None and bias.dim() == 4 else None,
         logsumexp_gradient=logsumexp_gradient,
     )  # fmt: skip
@@ -186,7 +188,7 @@ def _backward(
             scoring=launch.Scoring(
                 softcap, None, found.get("slopes"), found.get("bias"), dropout, found.get("seeds")
             ),
-            launcher=launcher,
+            words=found.get("words"), launcher=launcher,
         )  # fmt: skip
         launch.run_backward(backward, configuration, found.get("logsumexp_gradient"))
         for name in ("distances", "of_bias"):

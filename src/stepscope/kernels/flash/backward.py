@@ -136,7 +136,9 @@ def _visit_queries(
             BLOCK_M, HEAD_DIM, BLOCK_D, EVEN_QUERIES, TMA, PRECISION,
         )  # fmt: skip
         if SEEDS is not None:
-            words = dropped_words(SEEDS, dropped, statistics_row, first_query, first_key, BLOCK_M, BLOCK_N, True)
+            words = dropped_words(
+                SEEDS, dropped, statistics_row, rows, first_query, first_key, queries, keys, BLOCK_M, BLOCK_N, True
+            )
         capped_transposed = capped(product(k, transposed(q, PRECISION), None, PRECISION), cap, not HALF)
         scores_transposed = with_bias(
             capped_transposed, query[None, :], key[:, None], queries, keys, slope, bias, bias_row, unit
@@ -153,7 +155,9 @@ def _visit_queries(
         )  # fmt: skip
         used_transposed = weights_transposed
         if SEEDS is not None:
-            used_transposed = without_dropped(weights_transposed, words, first_key, BLOCK_M, BLOCK_N, True)
+            used_transposed = without_dropped(
+                weights_transposed, words, SEEDS, first_query, first_key, BLOCK_M, BLOCK_N, True
+            )
         dv = product(as_operand(used_transposed, gradient, PRECISION), gradient, dv, PRECISION)
         dp_transposed = product(v, transposed(gradient, PRECISION), None, PRECISION)
         delta = _load_statistic(STATISTICS, statistics_row + rows, first_query, padded, BLOCK_M, TMA)
@@ -161,7 +165,7 @@ def _visit_queries(
             delta *= chance_kept(dropped)
             # Testing each bit twice takes fewer registers than two tiles of weights, those used and all.
             words = words_again(words, dropped)
-            dp_transposed = without_dropped(dp_transposed, words, first_key, BLOCK_M, BLOCK_N, True)
+            dp_transposed = without_dropped(dp_transposed, words, SEEDS, first_query, first_key, BLOCK_M, BLOCK_N, True)
         ds_transposed = weights_transposed * (dp_transposed - delta[None, :])
         if cap is not None:
             ds_transposed = ds_transposed * (1 - capped_transposed * capped_transposed)
@@ -285,7 +289,9 @@ def _visit_keys(
         )  # fmt: skip
         key = first_key + tl.arange(0, BLOCK_N)
         if SEEDS is not None:
-            words = dropped_words(SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False)
+            words = dropped_words(
+                SEEDS, dropped, batch_head, 0, first_query, first_key, queries, keys, BLOCK_M, BLOCK_N, False
+            )
         scores_capped = capped(product(q, transposed(k, PRECISION), None, PRECISION), cap, not HALF)
         scores = with_bias(scores_capped, query[:, None], key[None, :], queries, keys, slope, bias, bias_row, unit)
         weights = tl.math.exp2(scores * scale_log2 - logsumexp[:, None])
@@ -299,7 +305,7 @@ def _visit_keys(
         )  # fmt: skip
         dp = product(gradient, transposed(v, PRECISION), None, PRECISION)
         if SEEDS is not None:
-            dp = without_dropped(dp, words, first_key, BLOCK_M, BLOCK_N, False)
+            dp = without_dropped(dp, words, SEEDS, first_query, first_key, BLOCK_M, BLOCK_N, False)
         ds = weights * (dp - delta[:, None])
         if cap is not None:
             ds = ds * (1 - scores_capped * scores_capped)
@@ -483,8 +489,10 @@ def _score_gradients(
     )  # fmt: skip
     dp = product(gradient, transposed(v, PRECISION), None, PRECISION)
     if SEEDS is not None:
-        words = dropped_words(SEEDS, dropped, batch * heads + head, first_query, first_key, BLOCK, BLOCK, False)
-        dp = without_dropped(dp, words, first_key, BLOCK, BLOCK, False)
+        words = dropped_words(
+            SEEDS, dropped, batch * heads + head, 0, first_query, first_key, queries, keys, BLOCK, BLOCK, False
+        )
+        dp = without_dropped(dp, words, SEEDS, first_query, first_key, BLOCK, BLOCK, False)
         dp *= 1 / chance_kept(dropped)
     return weights * (dp - delta[:, None])
 

@@ -161,6 +161,9 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     tma: bool = True
     rows_first: bool = True
     """As in the forward configuration. The kernel in Gluon has its own order."""
+    draw_first: bool = False
+    """Whether a kernel of its own draws what dropout takes, once for all kernels of the pass, unless a window or
+    documents hide most of it, or it takes much memory."""
     tma_reduce: bool = False
     """Whether a `fused` backward sums dQ through the tensor-memory accelerator instead of atomic instructions."""
     hopper: HopperBackward | None = None
@@ -182,7 +185,9 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         parts = [self.way, f"keys {self.keys}"]
         if self.queries is not None:
             parts.append(f"queries {self.queries}")
-        parts += _flags(tma=self.tma, tma_reduce=self.tma_reduce, heads_first=not self.rows_first)
+        parts += _flags(
+            tma=self.tma, tma_reduce=self.tma_reduce, heads_first=not self.rows_first, draw_first=self.draw_first
+        )
         return " ".join(parts)
 
 
@@ -242,8 +247,10 @@ def default_forward(problem: Problem, *, dropout: bool = False) -> ForwardConfig
 def default_backward(problem: Problem, *, dropout: bool = False) -> BackwardConfiguration:
     """What is taken where nothing was tuned."""
     if dropout and _dropout_on_hopper(problem):
-        keys, queries = tiles(64, 64, 4, 2, 168), tiles(64, 64, 4, 2, 128)
-        return BackwardConfiguration(keys=keys, queries=queries, rows_first=not _in_turns(problem))
+        # Words that the kernel over keys draws itself leave no registers for the addresses of a third stage.
+        stages = 3 if problem.log2_queries <= _MIDDLE_LOG2 else 2
+        keys, queries = tiles(64, 64, 4, stages, 168), tiles(64, 64, 4, 2, 128)
+        return BackwardConfiguration(keys=keys, queries=queries, rows_first=not _in_turns(problem), draw_first=True)
     if problem.capability[0] == 9 and problem.head_dim <= 128:
         return _hopper_backward(problem)
     if problem.capability == (0, 0):

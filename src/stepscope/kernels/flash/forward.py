@@ -73,8 +73,10 @@ def _visit_keys(
         output = output * decay[:, None]
         if SEEDS is not None:
             # Drawn before the scores, words and scores take registers at once, which larger tiles do not have.
-            words = dropped_words(SEEDS, dropped, batch_head, first_query, first_key, BLOCK_M, BLOCK_N, False)
-            weights = without_dropped(weights, words, first_key, BLOCK_M, BLOCK_N, False)
+            words = dropped_words(
+                SEEDS, dropped, batch_head, 0, first_query, first_key, queries, keys, BLOCK_M, BLOCK_N, False
+            )
+            weights = without_dropped(weights, words, SEEDS, first_query, first_key, BLOCK_M, BLOCK_N, False)
         v = load_operand(
             V, v_offset, batch, kv_head, first_key, keys, v_stride,
             BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS or not MASKED, TMA, PRECISION,

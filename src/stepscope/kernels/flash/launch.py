@@ -33,7 +33,7 @@ from stepscope.kernels.flash.configuration import (
     Tiles,
 )
 from stepscope.kernels.flash.forward import flash_forward
-from stepscope.kernels.flash.tiles import PARTS, flash_split_operands, splits
+from stepscope.kernels.flash.tiles import PARTS, flash_draw, flash_split_operands, splits
 from stepscope.kernels.launching import (
     LOG2E,
     SMALLEST_SCALE,
@@ -95,6 +95,10 @@ class Scoring(NamedTuple):
 PLAIN = Scoring()
 _PREPROCESS_ROWS = 64
 _SPLIT_ROWS = 32
+_DRAWN_QUERIES, _DRAWN_GROUPS = 256, 4
+"""The queries, and groups of 32 keys, of a program that draws."""
+_MOST_WORDS = 1 << 24
+"""The most words of 32 bits that are drawn before a backward pass: 64 MiB."""
 _NUMBERS_TOGETHER = 1 << 22
 """Numbers of an operand of the heads that take turns, where heads do: 8 MiB for each of 16 bits."""
 _GLUON_KNOWN = ("3.6.", "3.7.")
@@ -278,6 +282,20 @@ def sums_for(
     return _required_hopper().sums_for(q, k, statistics, masked=causal or limited, configuration=hopper)
 
 
+def words_for(
+    configuration: BackwardConfiguration, q: Tensor, k: Tensor, seeds: Tensor | None, *, limited: bool
+) -> Tensor | None:
+    """A buffer for what dropout takes, two bits a weight, if it is drawn before the backward pass.
+
+    limited: by a window or documents, which hide most of it.
+    """
+    if seeds is None or limited or not configuration.draw_first:
+        return None
+    rows, columns = (tiles_of(each.shape[2], LARGEST_TILE) * LARGEST_TILE for each in (q, k))
+    words = q.shape[0] * q.shape[1] * rows * columns // 16
+    return torch.empty(words, dtype=torch.int32, device=q.device) if words <= _MOST_WORDS else None
+
+
 def _required_hopper() -> "ModuleType":
     module = _hopper()
     assert module is not None  # only calls that this module takes come here
@@ -314,12 +332,13 @@ class Backward:
         dq: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor,
         *, causal: bool, scale: float, window: int | None, precision: Precision, tma: bool, rows_first: bool = True,
         parts: tuple[Tensor, ...] = (), sums: Tensor | None = None, bounds: Tensor | None = None,
-        scoring: Scoring = PLAIN, launcher: Launcher = launch,
+        scoring: Scoring = PLAIN, words: Tensor | None = None, launcher: Launcher = launch,
     ) -> None:  # fmt: skip
         """Hold the tensors without a launch.
 
         The kernels fill dq, dk, dv and the statistics (`statistics_for`). `split` fills the parts (`parts_for` q, k, v
-        and the gradient, made here if absent). `hopper` fills the sums (`sums_for`).
+        and the gradient, made here if absent). `draw` fills the words (`words_for`). `hopper` fills the sums
+        (`sums_for`).
         """
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
         self.dq, self.dk, self.dv = dq, dk, dv
@@ -329,7 +348,9 @@ class Backward:
         of_scores = (*self._limits.values(), scoring.slopes, scoring.bias, scoring.seeds)
         self._plain = not causal and all(each is None for each in of_scores)
         self.scale = scale / (1 - scoring.dropped / 256)
-        self._scores = (*self._added, self.scale, *scoring.factors(scale))
+        *factors, seeds, self._dropped = scoring.factors(scale)
+        self._seeds, self._words = seeds, words
+        self._scores = (*self._added, self.scale, *factors, seeds if words is None else words, self._dropped)
         self._bias_strides = scoring.bias_strides
         self.rows_first = rows_first
         self.causal = causal
@@ -355,6 +376,20 @@ class Backward:
         if q is not self.q:
             _split(self.q, self.gradient, (q, gradient), self.launch)
             _split(self.k, self.v, (k, v), self.launch)
+
+    def draw(self) -> None:
+        """Draw what dropout takes if there are words for it. Call this before every kernel that reads them."""
+        if self._words is None:
+            return
+        grid = (
+            tiles_of(self.queries, _DRAWN_QUERIES) * self.batches * self.heads,
+            tiles_of(self.keys, 32 * _DRAWN_GROUPS),
+        )
+        self.launch(
+            flash_draw, grid, self._seeds, self._words, self._dropped, self.batches * self.heads,
+            self.queries, self.keys, _DRAWN_QUERIES, _DRAWN_GROUPS, self.causal,
+            num_warps=4,
+        )  # fmt: skip
 
     def preprocess(self, logsumexp_gradient: Tensor | None = None, *, sums: Tensor | None = None) -> object:
         """Fill the row statistics for later kernels, and set the sums ((B H padded, D) fp32) to zero.
@@ -514,6 +549,7 @@ def run_backward(
         backward.of_heads(logsumexp_gradient)
         return
     backward.split()
+    backward.draw()
     queries = configuration.queries
     if configuration.way == "apart":
         assert queries is not None  # as a configuration checks

@@ -19,7 +19,7 @@ Dropout sets a weight to zero with the probability of `dropped` in 256, and divi
 that a weight's mean is exact. SEEDS, (2,) int64, a seed and an offset of 32 bits, choose which: they are None, and
 nothing of it is compiled, without. Eight bits of a weight are drawn by Philox 4x32 of seven rounds, which passes
 BigCrush (Salmon 2011, doi:10.1145/2063384.2063405), with the counters (query, 2 (key // 32) + 0 or 1, head
-counted through the batches, offset).
+counted through the batches, offset). Where SEEDS is (words,) int32, `flash_draw` has drawn already.
 
 BOUNDS, (2, B, S) int32, has for each position the first one of its document, and the one after its last. It is None,
 and nothing of it is compiled, if there are no documents (`kernels/documents.py`).
@@ -32,10 +32,12 @@ ptxas lets matrix products overlap only if no path around a loop puts constants 
 import triton
 import triton.language as tl
 
+from stepscope.kernels.flash.configuration import LARGEST_TILE
 from stepscope.kernels.launching import LOG2E, interpreted
 
 FIRST_COLUMN = tl.constexpr(0)
 COMPILED = tl.constexpr(not interpreted())
+LONGEST = tl.constexpr(LARGEST_TILE)
 
 
 @triton.jit
@@ -175,11 +177,21 @@ def with_bias(scores, query, key, queries, keys, slope, bias, bias_row, unit):
 
 
 @triton.jit
-def without_dropped(tile, words, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr, TRANSPOSED: tl.constexpr):
+def without_dropped(
+    tile, words, SEEDS, first_query, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr, TRANSPOSED: tl.constexpr
+):
     """A tile in fp32, (QUERIES, KEYS), or (KEYS, QUERIES) if TRANSPOSED, with zeros where dropout takes the weight.
 
     words: those of `dropped_words`.
     """
+    if TRANSPOSED and SEEDS.dtype.element_ty == tl.int32:
+        return _without_dropped(tile, words, first_query, KEYS, QUERIES, False)
+    else:
+        return _without_dropped(tile, words, first_key, QUERIES, KEYS, TRANSPOSED)
+
+
+@triton.jit
+def _without_dropped(tile, words, first_key, QUERIES: tl.constexpr, KEYS: tl.constexpr, TRANSPOSED: tl.constexpr):
     GROUPS: tl.constexpr = (KEYS + 31) // 32
     LENGTH: tl.constexpr = KEYS // GROUPS
     place = tl.arange(0, LENGTH)
@@ -224,20 +236,55 @@ def chance_kept(dropped):
 
 @triton.jit
 def dropped_words(
-    SEEDS, dropped, batch_head, first_query, first_key,
+    SEEDS, dropped, batch_head, batch_heads, first_query, first_key, queries, keys,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """What dropout takes of a tile: a word for each query and group of 32 keys, (QUERIES, groups), or the transpose."""
+    """What dropout takes of a tile: a word for each query and group of 32 keys, (QUERIES, groups).
+
+    TRANSPOSED: words of `flash_draw` are for each key and group of queries, (KEYS, groups); others are transposed.
+    """
     query = first_query + tl.arange(0, QUERIES)
     group = tl.arange(0, (KEYS + 31) // 32)
-    if TRANSPOSED:
-        return _words(SEEDS, dropped, batch_head, query[None, :], first_key // 32, group[:, None], 0)
+    if SEEDS.dtype.element_ty == tl.int32:
+        if TRANSPOSED:
+            words = SEEDS + _words_of(batch_heads, queries, keys)
+            return _load_words(words, batch_head, first_key, first_query, keys, queries, KEYS, QUERIES)
+        else:
+            return _load_words(SEEDS, batch_head, first_query, first_key, queries, keys, QUERIES, KEYS)
+    elif TRANSPOSED:
+        taken = _words(SEEDS, dropped, batch_head, query[None, :], first_key // 32, group[:, None])
+        # It moves nothing. Without it Triton lets each thread draw the words of all its weights, as others do, too.
+        return tl.gather(taken, query[None, :] * 0 + group[:, None], 0)
     else:
-        return _words(SEEDS, dropped, batch_head, query[:, None], first_key // 32, group[None, :], 1)
+        taken = _words(SEEDS, dropped, batch_head, query[:, None], first_key // 32, group[None, :])
+        return tl.gather(taken, query[:, None] * 0 + group[None, :], 1)
 
 
 @triton.jit
-def _words(SEEDS, dropped, batch_head, query, first_group, group, AXIS: tl.constexpr):
+def _words_of(heads, rows, columns):
+    """How many words so many heads have: a row is padded, and so is each of its groups of columns."""
+    return long(heads) * (tl.cdiv(rows, LONGEST) * LONGEST) * (tl.cdiv(columns, LONGEST) * (LONGEST // 32))
+
+
+@triton.jit
+def _load_words(WORDS, batch_head, first_row, first_column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A word for each row and group of 32 columns, (ROWS, groups). In memory words of a group lie side by side."""
+    row = tl.arange(0, ROWS)[:, None]
+    group = tl.arange(0, (COLUMNS + 31) // 32)[None, :]
+    padded = tl.cdiv(rows, LONGEST) * LONGEST
+    first = WORDS + _words_of(batch_head, rows, columns) + long(first_column // 32) * padded + first_row
+    pointers = first + (group * padded + row)
+    if COMPILED:
+        # Triton takes a load to a layout of its own, and through shared memory from there; it moves no arithmetic.
+        return tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _words(SEEDS, dropped, batch_head, query, first_group, group):
     """A word for each query and group of 32 keys, int32: a bit is 1 where dropout takes the key's weight.
 
     Eight random words hold a number of each key, its lowest bit in the first. From there up, `taken` says whether what
@@ -253,8 +300,52 @@ def _words(SEEDS, dropped, batch_head, query, first_group, group, AXIS: tl.const
             word = drawn[place].to(tl.int32, bitcast=True)
             digit = ((zeros + dropped) << (31 - 4 * half - place)) >> 31
             taken = (word & taken) | (digit & (word | taken))
-    # It moves nothing. Without it Triton lets each thread draw the words of all its weights, which others draw, too.
-    return tl.gather(taken, zeros + group, AXIS)
+    return taken
+
+
+@triton.jit
+def flash_draw(
+    SEEDS, WORDS, dropped, batch_heads, queries, keys,
+    QUERIES: tl.constexpr, GROUPS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Draw what dropout takes, for backward's kernels, into WORDS, int32: of queries, then of keys (`_load_words`).
+
+    One program per QUERIES queries of a head and GROUPS groups of 32 keys. What a causal mask hides stays undrawn.
+    """
+    padded = tl.cdiv(queries, LONGEST) * LONGEST
+    padded_keys = tl.cdiv(keys, LONGEST) * LONGEST
+    batch_head, first_query = head_and_row(tl.program_id(0), queries, QUERIES)  # pyright: ignore
+    first_group = tl.program_id(1) * GROUPS
+    if not CAUSAL or first_group * 32 < first_query + QUERIES:
+        query = tl.arange(0, QUERIES)
+        group = tl.arange(0, GROUPS)
+        words = _words(SEEDS, dropped, batch_head, first_query + query[None, :], first_group, group[:, None])
+        first = WORDS + _words_of(batch_head, queries, keys) + long(first_group) * padded + first_query
+        tl.store(first + (group[:, None] * padded + query[None, :]), words)
+        words = words.reshape(GROUPS, QUERIES // 32, 32)
+        words = _turned(words, 16, 0x0000FFFF)
+        words = _turned(words, 8, 0x00FF00FF)
+        words = _turned(words, 4, 0x0F0F0F0F)
+        words = _turned(words, 2, 0x33333333)
+        words = _turned(words, 1, 0x55555555)
+        first = WORDS + _words_of(batch_heads, queries, keys) + _words_of(batch_head, keys, queries)
+        first += long(first_query // 32) * padded_keys + first_group * 32
+        query_group = tl.arange(0, QUERIES // 32)[None, :, None]
+        key = group[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
+        tl.store(first + (query_group * padded_keys + key), words)
+
+
+@triton.jit
+def _turned(words, STEP: tl.constexpr, LOW: tl.constexpr):
+    """A step of the transposition of 32 words of 32 bits along the last axis: words STEP apart swap the bits off the
+    diagonal, of which LOW has the lower ones."""
+    place = tl.arange(0, 32)[None, None, :]
+    upper = (place & STEP) == 0
+    other = tl.gather(words, (place ^ STEP).broadcast_to(words.shape), 2).to(tl.uint32, bitcast=True)
+    turn = tl.where(upper, STEP, 32 - STEP).to(tl.uint32)
+    other = (other << turn) | (other >> (32 - turn))
+    own = tl.where(upper, LOW, LOW << STEP).to(tl.uint32)
+    return ((words.to(tl.uint32, bitcast=True) & own) | (other & (own ^ 0xFFFFFFFF))).to(tl.int32, bitcast=True)
 
 
 @triton.jit
