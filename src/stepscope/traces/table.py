@@ -234,8 +234,9 @@ class TraceTable:
 # calls, operators and work share (External id) does.
 
 
-_LAUNCH = r"^(cuda|cu|hip)\w*(Launch|Memcpy|Memset)"
-_NO_LAUNCH = r"HostFunc|GraphAdd|Graph\w*Node|GetLaunch|CallConfiguration"
+LAUNCHES = (r"^(cuda|cu|hip)\w*(Launch|Memcpy|Memset)", r"HostFunc|GraphAdd|Graph\w*Node|GetLaunch|CallConfiguration")
+"""A pattern of the calls that put work on a device: launches of kernels and graphs, copies and fills; and what none of
+these matches."""
 
 
 _DENSE = 12
@@ -256,23 +257,42 @@ def fits(names: pl.Series, pattern: str, but_not: str | None = None) -> pl.Serie
         chosen &= ~text.str.contains(but_not)
     if distinct.dtype != pl.Categorical:
         return names.is_in(distinct.filter(chosen).implode())
-    # Categories are numbered: whether each number fits is looked up by it.
-    numbers = distinct.to_physical()
-    fitting = pl.Series([False]).new_from_index(0, (cast("int", numbers.max()) if len(numbers) else 0) + 1)
-    fitting.scatter(numbers.filter(chosen), values=True)
-    return fitting.gather(names.to_physical()).alias(names.name)
+    return _among(names, distinct.filter(chosen))
+
+
+def _among(names: pl.Series, few: pl.Series) -> pl.Series:
+    """Whether each name, a category, is one of these, which differ. Categories are numbered: a number is looked up."""
+    numbers = few.to_physical()
+    highest = max(cast("int", one.max() or 0) for one in (numbers, names.to_physical()))
+    chosen = pl.Series([False]).new_from_index(0, highest + 1)
+    chosen.scatter(numbers, values=True)
+    return chosen.gather(names.to_physical()).alias(names.name)
+
+
+def names_of(frame: pl.DataFrame) -> pl.Series:
+    """The different names of the rows: of a frame that is held narrow without making them."""
+    distinct = getattr(frame, "distinct", None)
+    return (distinct("name") if distinct else frame["name"].unique()).drop_nulls()
+
+
+def are_named(frame: pl.DataFrame, *patterns: tuple[str, str | None]) -> pl.Series:
+    """Whether each row's name, a category, fits all these patterns, each with one that it must not match."""
+    few = names_of(frame)
+    for pattern, but_not in patterns:
+        few = few.filter(fits(few, pattern, but_not))
+    return _among(frame["name"], few) if len(few) else pl.Series([False]).new_from_index(0, frame.height)
 
 
 def named(frame: pl.DataFrame, pattern: str, but_not: str | None = None) -> pl.DataFrame:
     """The rows whose name matches a pattern, and not the other."""
-    names = frame["name"].unique().to_frame()
-    few = names.filter(fits(names["name"], pattern, but_not))
-    return frame.filter(pl.col("name").is_in(few["name"].implode())) if few.height else frame.clear()
+    names = names_of(frame)
+    few = names.filter(fits(names, pattern, but_not))
+    return frame.filter(pl.col("name").is_in(few.implode())) if len(few) else frame.clear()
 
 
 def launches(names: pl.Series) -> pl.Series:
     """Whether a call of each name puts work on a device: launches of kernels and graphs, copies and fills."""
-    return fits(names, _LAUNCH, _NO_LAUNCH)
+    return fits(names, *LAUNCHES)
 
 
 def with_launches(

@@ -38,7 +38,7 @@ from stepscope.traces.nesting import (
     renumbered,
     union,
 )
-from stepscope.traces.table import COPIES, KIND, TraceTable, fits, named
+from stepscope.traces.table import COPIES, KIND, TraceTable, fits, named, names_of
 
 # A lookup of the innermost named range open on a thread at a moment, among up to a million ranges.
 
@@ -193,7 +193,7 @@ def with_found_phases(
     """
     by_range = pl.when(pl.col("phase").is_not_null()).then(pl.lit(RANGES, _WAY)).alias("found_by")
     work = work.with_columns(by_range)
-    marked = {phase_of(name) for name in table.ranges["name"].unique().to_list() if not _OF_PYTORCH.match(name)}
+    marked = {phase_of(name) for name in names_of(table.ranges).to_list() if not _OF_PYTORCH.match(name)}
     wanted = [phase for phase in PHASES if phase not in marked]
     if not wanted or not work["phase"].has_nulls():
         return work, _NO_FORWARDS
@@ -397,7 +397,7 @@ def attribute(table: TraceTable) -> Attribution:
     track = numbered(table.work, ["process", "launch_thread"]).alias("track")
     threads = _threads(table.work, track)
     kinds: dict[RangeKind, list[str]] = {kind: [] for kind in RANGE_KINDS}
-    for name in table.ranges["name"].unique().to_list():
+    for name in names_of(table.ranges).to_list():
         kinds[range_kind(name)].append(name)
     names = [*kinds["step"], *kinds["phase"]]
     known = pl.DataFrame(

@@ -16,7 +16,19 @@ from stepscope.traces.captures.occupation import device_names
 from stepscope.traces.captures.summary import GEMM, OUTSIDE, TraceSummary
 from stepscope.traces.kernels.names import decode, is_tf32
 from stepscope.traces.nesting import open_rows, values_of
-from stepscope.traces.table import COPIES, KIND, WORK, Profiler, fits, launches, named
+from stepscope.traces.table import (
+    COPIES,
+    KIND,
+    LAUNCHES,
+    WORK,
+    Profiler,
+    TraceTable,
+    are_named,
+    fits,
+    launches,
+    named,
+    names_of,
+)
 
 _FALSE_SHARE = 0.01
 """The share of damaged rows from which on the totals cannot be trusted."""
@@ -90,8 +102,7 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
     """A finding on launches without kernels: the capture ended early, or buffers were lost."""
     table = summary.attribution.table
     # Copies within the host and empty copies leave no device record, so they say nothing about losses.
-    launching = launches(table.calls["name"]) & fits(table.calls["name"], "Launch")
-    begun = launching & ~_while_capturing(table.calls, ["process", "thread"])
+    begun = are_named(table.calls, LAUNCHES, ("Launch", None)) & ~_while_capturing(table.calls, ["process", "thread"])
     rows = begun.arg_true()
     if table.on_cpu or not table.work.height:
         if not len(rows):
@@ -104,7 +115,7 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
             remedy="capture with ProfilerActivity.CUDA, under no other profiler, as a user who may read the GPU's "
             "counters, and synchronise before the profiler stops",
         )
-    ran = rows.is_in(table.work["launch_row"].implode())
+    ran = _have_work(table).gather(rows)
     if not ran.all():  # autograd's thread may launch into the stream that another thread captures
         counts = ran | ~_while_capturing(table.calls, ["process"]).gather(rows)
         ran, rows = ran.filter(counts), rows.filter(counts)
@@ -127,6 +138,13 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
         {"launches": total, "without_kernel": without, "kernels": summary.kernel_count},
         remedy=_LOSS_REMEDIES[table.profiler],
     )
+
+
+def _have_work(table: TraceTable) -> pl.Series:
+    """Whether each call has put some work on a device."""
+    launched = pl.Series([False]).new_from_index(0, table.calls.height)
+    launched.scatter(table.work["launch_row"].drop_nulls(), values=True)
+    return launched
 
 
 def _while_capturing(calls: pl.DataFrame, by: list[str]) -> pl.Series:
@@ -398,9 +416,9 @@ def launches_unknown(summary: TraceSummary) -> Finding | None:
 @_check
 def graphs_unseen(summary: TraceSummary) -> Finding | None:
     """A finding on CUDA graphs that were recorded as a whole, without their kernels, or launched but not recorded."""
-    calls, recorded = summary.attribution.table.calls, summary.attribution.table.work["launch_row"]
-    rows = fits(calls["name"], r"^(cuda|cu|hip)GraphLaunch").arg_true()
-    unrecorded = len(rows) - int(rows.is_in(recorded.implode()).sum())
+    table = summary.attribution.table
+    rows = are_named(table.calls, (r"^(cuda|cu|hip)GraphLaunch", None)).arg_true()
+    unrecorded = len(rows) - int(_have_work(table).gather(rows).sum()) if len(rows) else 0
     if unrecorded:
         return error(
             "graphs-unseen",
@@ -540,14 +558,17 @@ def phases_span_threads(summary: TraceSummary) -> Finding | None:
     """A finding on kernels launched from another thread than their range's, as autograd does in backward."""
     attribution = summary.attribution
     table = attribution.table
-    columns = ["phase", "process", "launch_thread", "duration_ns"]
-    backward = attribution.kernels.select(columns).filter(pl.col("phase") == BACKWARD)
-    if not backward.height or table.on_cpu:
+    thread = ["process", "launch_thread"]
+    slices = attribution.kernels.select("phase", *thread, "duration_ns").iter_slices(1 << 18)
+    chosen = (some.filter(pl.col("phase") == BACKWARD) for some in slices)
+    sums = [some.group_by(thread).agg(pl.col("duration_ns").sum()) for some in chosen if some.height]
+    if not sums or table.on_cpu:
         return None
-    marking = [name for name in table.ranges["name"].unique().to_list() if phase_of(name) == BACKWARD]
+    backward = pl.concat(sums)
+    marking = [name for name in names_of(table.ranges).to_list() if phase_of(name) == BACKWARD]
     if not marking:  # autograd's nodes told this backward, and they are on the threads that launch
         return None
-    owners = table.ranges.filter(pl.col("name").cast(pl.String).is_in(marking)).select(
+    owners = table.ranges.filter(pl.col("name").is_in(pl.Series(marking, dtype=pl.Categorical()).implode())).select(
         "process", pl.col("thread").alias("launch_thread")
     )
     covered = backward.join(owners.unique(), on=["process", "launch_thread"], how="semi")

@@ -357,7 +357,7 @@ def read_nsys(path: Path, head: bytes, *, launch_sizes: bool = True) -> TraceTab
     if path.is_dir():
         return _Reader(ParquetTables(path), launch_sizes).table()
     if head.startswith(SQLITE):
-        return _Reader(SqliteTables(path), launch_sizes).table()
+        return _Reader(_sqlite(path), launch_sizes).table()
     if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm") or head.startswith((b"NSYS", b"QDSTRM")):
         database = exported(path)
     elif head.startswith(b"\x1f\x8b") and _holds_sqlite(path):
@@ -365,7 +365,30 @@ def read_nsys(path: Path, head: bytes, *, launch_sizes: bool = True) -> TraceTab
     else:
         return None
     with database as sqlite:
-        return _Reader(SqliteTables(sqlite, named=path), launch_sizes).table()
+        return _Reader(_sqlite(sqlite, named=path), launch_sizes).table()
+
+
+def _sqlite(path: Path, named: Path | None = None) -> SqliteTables:
+    """The tables of an SQLite file. Raises InputError, naming `named`, where it is not whole."""
+    for ending in ("-wal", "-journal"):
+        beside = path.with_name(path.name + ending)
+        if beside.exists() and beside.stat().st_size:  # it holds rows that a reader who locks nothing cannot see
+            raise InputError(
+                f"{path}: {beside.name} lies beside it, so it is still being written, or its writer was "
+                "interrupted: wait, or export it again"
+            )
+    # SQLite itself misses a page only where it needs it: a table cut short can look like a small one.
+    with path.open("rb") as file:
+        header = file.read(100)
+    page_bytes = int.from_bytes(header[16:18]) if header[16:18] != b"\x00\x01" else 1 << 16
+    stated = page_bytes * int.from_bytes(header[28:32])
+    # The number of pages counts only where the last writer knew of it: it then left the counter of changes twice.
+    if len(header) == 100 and header[24:28] == header[92:96] and path.stat().st_size < stated:
+        raise InputError(
+            f"{named or path}: {path.stat().st_size} bytes of {stated}: this database is truncated; copy or export it "
+            "again"
+        )
+    return SqliteTables(path, named)
 
 
 def _holds_sqlite(path: Path) -> bool:

@@ -166,6 +166,11 @@ def _narrow(column: Column, room: _Room) -> _Held:
     return low, offsets
 
 
+def _different(numbers: Array) -> Array:
+    """The different ones among these, which are zero or more."""
+    return np.flatnonzero(np.bincount(numbers)) if numbers.dtype.itemsize < 4 else np.unique(numbers).astype(np.int64)
+
+
 class Rows:
     """Rows that come piece by piece, and take a third of a frame's memory: each piece's columns are held narrow.
 
@@ -179,6 +184,7 @@ class Rows:
         self.series = series
         self.pieces: list[_Piece] = []
         self._rooms = defaultdict[str, _Room](_Room)
+        self._distinct = dict[str, pl.Series]()
 
     def add(self, height: int, columns: dict[str, Column]) -> None:
         """Add rows, with the same columns each time."""
@@ -309,6 +315,15 @@ class Rows:
         made = self._made(self.columns, [self.pieces[number] for number in needed.tolist()])
         return made[pl.Series(rows + moved[piece])]
 
+    def distinct(self, name: str) -> pl.Series:
+        """The different values of a column of texts."""
+        if name not in self._distinct:
+            held = [columns[name] for _, columns in self.pieces]
+            numbers = [np.array([least]) if above is None else _different(above) + least for least, above in held]
+            different = np.unique(np.concatenate([np.zeros(0, np.int64), *numbers]))
+            self._distinct[name] = self.series(different, name, self.schema[name]).unique()
+        return self._distinct[name]
+
     def item(self, row: int, column: str) -> Any:
         return self.select(column)[row : row + 1].item()
 
@@ -432,14 +447,6 @@ class SqliteTables:
     def __init__(self, path: Path, named: Path | None = None) -> None:
         """`named`: what messages name, where it is not the file itself."""
         self.path, self._path = named or path, path
-        for ending in ("-wal", "-journal"):
-            beside = path.with_name(path.name + ending)
-            if beside.exists() and beside.stat().st_size:  # it holds rows that a reader who locks nothing cannot see
-                raise InputError(
-                    f"{path}: {beside.name} lies beside it, so it is still being written, or its writer was "
-                    "interrupted: wait, or export it again"
-                )
-        self._check_whole(path)
         self._bytes = path.stat().st_size
         self._errors = adbc_driver_sqlite.dbapi.Error
         self._uri = f"file:{quote(os.fsencode(path.resolve()))}?mode=ro&immutable=1"
@@ -462,19 +469,6 @@ class SqliteTables:
                 if not hidden:
                     self._columns[name] = (*self.columns(name), spelled(utf8(column)))
         self._roots = {name: root for name, root in self._roots.items() if name not in special}
-
-    def _check_whole(self, path: Path) -> None:
-        """SQLite itself misses a page only where it needs it: a table cut short can look like a small one."""
-        with path.open("rb") as file:
-            header = file.read(100)
-        page_bytes = int.from_bytes(header[16:18]) if header[16:18] != b"\x00\x01" else 1 << 16
-        stated = page_bytes * int.from_bytes(header[28:32])
-        # The number of pages counts only where the last writer knew of it: it then left the counter of changes twice.
-        if len(header) == 100 and header[24:28] == header[92:96] and path.stat().st_size < stated:
-            raise InputError(
-                f"{self.path}: {path.stat().st_size} bytes of {stated}: this database is truncated; copy or export it "
-                "again"
-            )
 
     def columns(self, table: str) -> tuple[str, ...]:
         return self._columns.get(table.casefold(), ())
