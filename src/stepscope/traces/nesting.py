@@ -204,16 +204,17 @@ class Nest:
         asked, moments = track.fill_null(_NEVER).to_numpy(), time_ns.fill_null(_NEVER).to_numpy()
         found = np.full(len(moments), -1, np.int32)
         for first in range(0, len(moments), _AT_ONCE):
-            left = np.arange(first, min(first + _AT_ONCE, len(moments)))
-            for turn in range(len(left)):  # a track after the other
-                here = asked[left] == asked[left[0]]
-                rows, left = (left, left[:0]) if here.all() else (left[here], left[~here])
-                innermost = _innermost_of((starts, ends, tracks), asked[rows[0]], moments[rows])
-                if innermost is None or turn == _TRACKS:
+            some = slice(first, first + _AT_ONCE)
+            different = [asked[first]]
+            if (asked[some] != asked[first]).any():
+                small = asked[some].min() >= 0 and asked[some].max() < _AT_ONCE  # as tracks are numbered
+                different = np.flatnonzero(np.bincount(asked[some])) if small else np.unique(asked[some])
+            for number in different:  # a track after the other
+                rows = np.flatnonzero(asked[some] == number) if len(different) > 1 else slice(None)
+                innermost = _innermost_of((starts, ends, tracks), number, moments[some][rows])
+                if innermost is None or len(different) > _TRACKS:
                     return None
-                found[rows] = innermost
-                if not len(left):
-                    break
+                found[some][rows] = innermost
         found = found if order is None else np.where(found < 0, -1, order[found])
         return pl.Series("row", found).cast(pl.UInt32, strict=False)
 
@@ -272,8 +273,10 @@ def _innermost_of(intervals: tuple[Any, Any, Any], track: Any, moments: Any) -> 
     """
     import numpy as np  # noqa: PLC0415
 
-    by_time = np.argsort(moments, kind="stable")  # of a few sorted runs it takes no time
-    moments = moments[by_time]
+    by_time: Any = slice(None)
+    if (moments[1:] < moments[:-1]).any():
+        by_time = np.argsort(moments, kind="stable")  # of a few sorted runs it takes no time
+        moments = moments[by_time]
     held, low, high = _holding(intervals, track, moments)
     ended = np.cumsum(np.bincount(high, minlength=len(moments) + 1))
     depth = np.arange(len(held)) - ended[low]
@@ -320,14 +323,19 @@ def numbered(frame: pl.DataFrame, by: list[str]) -> pl.Series:
     """One integer for each distinct combination of the columns `by`, row by row."""
     by = [name for name in by if not is_one_value(values_of(frame, name))] or by[:1]
     key = _one_key([column_of(frame, name) for name in by])
-    if key is not None and len(distinct := key.unique()) <= _FEW_KEYS:
-        return distinct.sort().search_sorted(key, side="left").cast(pl.Int64).alias("number")
+    if key is not None and len(distinct := key.unique().sort()) <= _FEW_KEYS:
+        if cast("int", distinct.max() or 0) > _PLACES:
+            return distinct.search_sorted(key, side="left").cast(pl.Int64).alias("number")
+        # A place for each key is found sooner than the key among the others.
+        places = pl.Series([0], dtype=pl.Int64).new_from_index(0, _PLACES + 1)
+        places.scatter(distinct, pl.int_range(len(distinct), eager=True))
+        return places.gather(key).alias("number")
     distinct = frame.select(by).unique().sort(by).with_row_index("number")
     joined = frame.select(by).join(distinct, on=by, how="left", maintain_order="left", nulls_equal=True)
     return joined["number"].cast(pl.Int64)
 
 
-_FEW_KEYS = 1 << 12
+_FEW_KEYS, _PLACES = 1 << 12, 1 << 18
 
 
 def _one_key(columns: list[pl.Series]) -> pl.Series | None:

@@ -709,9 +709,10 @@ def _passes(times: pl.DataFrame) -> pl.DataFrame:
     """Times by device and start (device, phase, start_ns, end_ns), those of one phase that follow each other as one."""
     place = ("device", "phase")
     changes = pl.any_horizontal(pl.col(name).ne_missing(pl.col(name).shift(1)).fill_null(True) for name in place)
+    numbered = times.with_columns(changes.cum_sum().alias("pass")).with_columns(pl.col("pass").set_sorted())
     return (
-        times.group_by(changes.cum_sum().alias("pass"), *place, maintain_order=True)
-        .agg(pl.col("start_ns").min(), pl.col("end_ns").max())
+        numbered.group_by("pass", maintain_order=True)
+        .agg(pl.col(place).first(), pl.col("start_ns").min(), pl.col("end_ns").max())
         .drop("pass")
     )
 
