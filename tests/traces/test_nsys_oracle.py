@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from stepscope.core.answer import Answer
+from stepscope.traces import table as joins
 from stepscope.traces.captures.answer import answer_trace
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
@@ -119,6 +120,9 @@ def test_every_row_and_phase_as_a_plain_reader_has_them(
         monkeypatch.setattr(nsys_tables, "_PAGES", 2)
         monkeypatch.setattr(nsys_tables, "BATCH_ROWS", 5)
         monkeypatch.setattr(nsys_tables, "_STRETCH", 7)
+    if seed % 2:  # calls are many
+        monkeypatch.setattr(joins, "_MANY", 0)
+        monkeypatch.setattr(joins, "_AT_ONCE", 7)
     if seed % 4 == 3:  # SQLite reads all
         monkeypatch.setattr(nsys_tables, "_DEEPEST", 0)
     work, calls, ranges, by_phase = plainly(path)

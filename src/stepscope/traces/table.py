@@ -6,8 +6,9 @@ launches without device work stay in, and what has no row (flow arrows, metadata
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import polars as pl
 
@@ -241,9 +242,10 @@ these matches."""
 
 _DENSE = 12
 """Ids lie close together where they span at most so many times their number."""
-_AT_ONCE, _PLACED_AT_ONCE = 1 << 18, 1 << 22
-"""The most rows of which what is made on the way is held at once; and that are put in their places, all of which are
-copied each time."""
+_AT_ONCE = 1 << 18
+"""The most rows of which what is made on the way is held at once."""
+_MANY = 1 << 21
+"""Calls from which on no place is made for each id: ids of millions span hundreds of megabytes."""
 _FEW_IDS = 2**44
 """Correlation ids below this, which is usual, share 64 bits with a number for their process."""
 
@@ -426,7 +428,8 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
             column_of(frame, "process").replace_strict(processes, default=None, return_dtype=pl.Int64) * _FEW_IDS + one
         )
 
-    found = _call_in_place(work, calls, key) if small else None
+    find = _call_by_stretches if calls.height >= _MANY else _call_in_place
+    found = find(work, calls, key) if small else None
     if found is not None:
         return found
     keys, rows = key(calls), pl.int_range(calls.height, dtype=pl.UInt32, eager=True)
@@ -463,7 +466,7 @@ def _call_in_place(
         return None
     places = pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, last - first + 1)
     begin = 0
-    for part in calls.select(of_key).iter_slices(_PLACED_AT_ONCE):
+    for part in calls.select(of_key).iter_slices(_AT_ONCE):
         keys, rows = key(part), pl.int_range(begin, begin + part.height, dtype=pl.UInt32, eager=True)
         begin += part.height
         if keys.null_count():
@@ -475,6 +478,45 @@ def _call_in_place(
     for wanted in (key(part) for part in work.select(of_key).iter_slices(_AT_ONCE)):
         inside = cast("int", wanted.min() or first) >= first and cast("int", wanted.max() or first) <= last
         found.append(places.gather((wanted if inside else wanted.set(~wanted.is_between(first, last), None)) - first))
+    return pl.concat(found, rechunk=True)
+
+
+def _call_by_stretches(
+    work: pl.DataFrame, calls: pl.DataFrame, key: Callable[[pl.DataFrame], pl.Series]
+) -> pl.Series | None:
+    """As `_call_in_place`, by a search in stretches of calls: ids count up, so that those of a stretch of work are in
+    a few of them. Of millions it takes less memory."""
+    import numpy as np  # noqa: PLC0415  (it takes a while)
+
+    of_key = ["process", "correlation"]
+
+    @lru_cache(maxsize=16)
+    def ordered(begin: int) -> tuple[Any, Any]:
+        """The keys of a stretch of calls in order, and their rows."""
+        keys = key(calls.select(of_key)[begin : begin + _AT_ONCE]).fill_null(-1).to_numpy()
+        rows = np.argsort(keys, kind="stable").astype(np.uint32)
+        return keys[rows], rows + np.uint32(begin)
+
+    begins = range(0, calls.height, _AT_ONCE)
+    bounds = [(begin, keys[0], keys[-1]) for begin in begins for keys, _ in (ordered(begin),)]
+    found: list[pl.Series] = []
+    for begin in range(0, work.height, _AT_ONCE):
+        wanted = key(work.select(of_key)[begin : begin + _AT_ONCE]).fill_null(-2).to_numpy()
+        call = np.full(len(wanted), -1)
+        for first, low, high in bounds:
+            here = np.flatnonzero((wanted >= low) & (wanted <= high))
+            if not len(here):
+                continue
+            keys, rows = ordered(first)
+            at = np.searchsorted(keys, wanted[here])
+            known = keys[at] == wanted[here]
+            here, at = here[known], at[known]
+            if (call[here] >= 0).any() or (keys[np.minimum(at + 1, len(keys) - 1)] == keys[at])[
+                at + 1 < len(keys)
+            ].any():
+                return None  # some id is of several calls
+            call[here] = rows[at]
+        found.append(pl.Series("call", call).cast(pl.UInt32, strict=False))
     return pl.concat(found, rechunk=True)
 
 
