@@ -14,7 +14,7 @@ import gc
 import gzip
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -105,15 +105,38 @@ class Variant:
     recipe: bool = False
     """Whether gradients are then rounded by chance, those of weights rotated, and the first and last layers left."""
 
-    def products(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """While open, the linear layers of a model take operands in the blocks, if any."""
+    @contextlib.contextmanager
+    def products(self, model: nn.Module) -> Iterator[None]:
+        """While open, the linear layers of a model take operands in the blocks, if any. The first forward raises
+        InputError where none does."""
         if self.blocks is None:
-            return contextlib.nullcontext()
+            yield
+            return
         recipe = Recipe(form=self.blocks, stochastic=self.recipe, rotate=self.recipe)
         # Others than nn.Linear multiply, too, as PyTorch's attention and the Conv1D of transformers.
         paths = [path for path, module in model.named_modules() if _has_matrix(module)]
         left = first_and_last(paths) if self.recipe and paths else set[str]()
-        return block_products(model, lambda path: None if path in left else recipe)
+        taken = False
+
+        def recipe_of(path: str) -> Recipe | None:
+            nonlocal taken
+            taken = taken or path not in left
+            return None if path in left else recipe
+
+        def check(*_: object) -> None:
+            hook.remove()
+            if not taken:
+                why = (
+                    "the recipe leaves the first and the last alone" if self.recipe else "it has none of plain numbers"
+                )
+                raise InputError(f"no linear layer of the model takes operands in {recipe.form.name}: {why}")
+
+        hook = model.register_forward_hook(check)
+        try:
+            with block_products(model, recipe_of):
+                yield
+        finally:
+            hook.remove()
 
 
 def _has_matrix(module: nn.Module) -> bool:

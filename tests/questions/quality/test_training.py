@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from stepscope.core.errors import InputError
 from stepscope.questions.quality_answer import not_finite_from
 from stepscope.questions.quality_training import (
     BLOCK_VARIANTS,
@@ -152,3 +153,18 @@ def test_a_recipe_leaves_the_attention_of_the_first_and_the_last_layer_alone():
     with BLOCK_VARIANTS["mxfp4-recipe"].products(layers):
         in_blocks = [attention(x, x, x)[0] for attention in attentions]
     assert [torch.equal(*pair) for pair in zip(plain, in_blocks, strict=True)] == [True, False, True]
+
+
+def test_blocks_that_no_layer_takes_are_refused():
+    convolution, two = nn.Conv1d(4, 4, 3), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with (
+        pytest.raises(InputError, match=r"no linear layer of the model takes operands in mxfp4: it has none"),
+        BLOCK_VARIANTS["mxfp4"].products(convolution),
+    ):
+        convolution(torch.randn(2, 4, 8))
+    with (
+        pytest.raises(InputError, match=r"operands in nvfp4: the recipe leaves the first and the last alone"),
+        BLOCK_VARIANTS["nvfp4-recipe"].products(two),
+    ):
+        two(torch.randn(2, 8))
+    two(torch.randn(2, 8))
