@@ -13,10 +13,12 @@ from torch import Tensor, nn
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, error, note
 from stepscope.core.errors import InputError
-from stepscope.core.float_formats import FORMATS
+from stepscope.core.figures import digits
+from stepscope.core.float_formats import BLOCK_FORMATS, FORMATS
 from stepscope.core.model_config import LARGEST, whole_number
 from stepscope.questions.answers import computed_answer, curves, one_thread, table_by
 from stepscope.questions.steps import check_loss, factory_workload, step_of, trained_parameters
+from stepscope.questions.swallowed import IN_FORMATS, held_in
 from stepscope.recording.environment import resolve_device
 from stepscope.training.training_step import AssembledStep
 
@@ -156,6 +158,7 @@ def study_scaling(
             _regression(seed, on) if workload is None else _user_module(step_of(workload, on), seed) for _ in range(2)
         ]
         trace, same_parameters = _trace(steps, growth_interval, frozenset(planted), both, on)
+    by_format = _by_format([each.grad for each in both[0].model.parameters() if each.grad is not None], trace[-1])
     return computed_answer(
         on,
         study="scaling",
@@ -170,9 +173,12 @@ def study_scaling(
             "seed": seed,
             "planted": ", ".join(map(str, sorted(set(planted)))),
         },
-        tables=(_changes(trace), _totals(trace, same_parameters)),
+        tables=(_changes(trace), _totals(trace, same_parameters), *([_formats(by_format)] if by_format else [])),
         panels=(_panel(trace),),
-        findings=_findings(trace, growth_interval, same_parameters),
+        findings=[
+            *([_of_blocks(by_format, trace[-1].ours.scale)] if by_format else []),
+            *_findings(trace, growth_interval, same_parameters),
+        ],
     )
 
 
@@ -283,6 +289,68 @@ def _totals(trace: list[_Step], same_parameters: bool) -> Table:
         ("parameters at the end", "the same" if same_parameters else "different", ""),
     )
     return Table(title="Both runs", columns=("", "ours", "GradScaler"), rows=rows)
+
+
+@dataclass(frozen=True)
+class _Format:
+    """What a format makes of gradients without the loss scale and with it: shares of those that are not zero."""
+
+    name: str
+    zero: float
+    scaled_zero: float
+    changed: float
+    """Where the scale changes what they become, once they are divided by it again."""
+
+
+def _by_format(gradients: Sequence[Tensor], last: _Step) -> list[_Format]:
+    """What the formats make of the last step's gradients; nothing of gradients that overflowed, with the scale in fp32
+    too, or are all zero."""
+    total = sum(int(each.count_nonzero()) for each in gradients)
+    held = all(bool((each.float() * last.ours.scale).isfinite().all()) for each in gradients)
+    if not (last.ours.stepped and total and held):
+        return []
+    found: list[_Format] = []
+    for name in IN_FORMATS:
+        zero = scaled_zero = changed = 0
+        for each in gradients:
+            exact = each.float()
+            plain, scaled = held_in(exact, name), held_in(exact * last.ours.scale, name) / last.ours.scale
+            zero += int(((plain == 0) & (exact != 0)).sum())
+            scaled_zero += int(((scaled == 0) & (exact != 0)).sum())
+            changed += int((plain != scaled).sum())
+        found.append(_Format(name, zero / total, scaled_zero / total, changed / total))
+    return found
+
+
+def _formats(by_format: Sequence[_Format]) -> Table:
+    return table_by(
+        "The last gradients in each format, without the loss scale and with it",
+        by_format,
+        {
+            "format": lambda each: each.name,
+            "become zero without, %": lambda each: digits(100 * each.zero),
+            "become zero with it, %": lambda each: digits(100 * each.scaled_zero),
+            "changed by it, %": lambda each: digits(100 * each.changed),
+        },
+    )
+
+
+def _of_blocks(by_format: Sequence[_Format], scale: float) -> Finding:
+    blocks = [each for each in by_format if each.name in BLOCK_FORMATS]
+    moved = [f"{each.name} ({100 * each.changed:.3g} %)" for each in blocks if each.changed]
+    most = max(by_format, key=lambda each: each.zero - each.scaled_zero)
+    kept = f"{100 * (most.zero - most.scaled_zero):.3g} %" if most.zero > most.scaled_zero else "none"
+    where = f"{most.name}, the most of all formats" if kept != "none" else "any format"
+    return note(
+        "loss-scale-formats",
+        f"A loss scale of {scale:g} keeps {kept} of the last gradients from zero in {where}. In formats of blocks it "
+        + (
+            f"changes what some become: {', '.join(moved)}."
+            if moved
+            else "changes none: each block's scale takes it up."
+        ),
+        {"scale": scale, "format": most.name, "saved": most.zero - most.scaled_zero},
+    )
 
 
 def _panel(trace: list[_Step]) -> Panel:

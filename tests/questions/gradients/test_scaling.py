@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import BLOCK_FORMATS
 from stepscope.questions.scaling import PLANTED, DynamicLossScaler, study_scaling
 from tests.questions.verbs import answered
 
@@ -120,3 +121,13 @@ def test_the_verb(tmp_path: Path):
 def test_questions_that_cannot_be_answered(options: dict[str, Any]):
     with pytest.raises(InputError):
         study_scaling(**options)
+
+
+def test_a_loss_scale_helps_formats_without_scales_and_changes_nothing_in_blocks():
+    found = study_scaling(steps=20, planted=(7,), device="cpu")
+    rows = {row[0]: row[1:] for row in found.tables[2].rows}
+    without, with_it, changed = (float(str(cell)) for cell in rows["fp8-e4m3"])
+    assert without > with_it and changed > without
+    assert all(rows[name][0] == rows[name][1] and rows[name][2] == 0 for name in BLOCK_FORMATS)
+    assert found.findings[0].sentence.endswith("In formats of blocks it changes none: each block's scale takes it up.")
+    assert len(study_scaling(steps=20, planted=(20,), device="cpu").tables) == 2, "the last step overflows"
