@@ -488,7 +488,7 @@ def test_the_kernels_are_known_as_attention_by_their_names():
     kernels = {
         name for name, value in vars(flash_launch).items() if hasattr(value, "fn") and hasattr(value, "arg_names")
     }
-    assert len(kernels) == 9
+    assert len(kernels) == 10
     assert {classify(name) for name in kernels} == {"attention (fused)"}
 
 

@@ -72,6 +72,7 @@ def test_every_family_but_other_has_a_rule():
         ("_attn_fwd", "attention (fused)"),
         ("flash_forward", "attention (fused)"),
         ("hopper_forward", "attention (fused)"),
+        ("hopper_gradients_of_heads", "attention (fused)"),
         ("hopper_gradients", "attention (fused)"),
         ("flash_query_gradients", "attention (fused)"),
         ("triton_tem_fused_flex_attention_backward_3", "attention (fused)"),
