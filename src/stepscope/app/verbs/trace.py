@@ -1,6 +1,7 @@
 """`trace`: where the time of a captured step went, whichever profiler captured it. Needs no PyTorch."""
 
 import contextlib
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -235,6 +236,7 @@ def command(
 ) -> int:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
     del no_ranges  # captures without ranges are read in any case
+    gc.disable()  # imports make a hundred thousand objects that stay, and a reading makes none in a cycle
     if on is not None:
         if len(file) > 1:
             raise InputError(f"--on reads one folder, and these are {len(file)}: name one that holds the captures")
