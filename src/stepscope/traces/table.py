@@ -6,7 +6,7 @@ launches without device work stay in, and what has no row (flow arrows, metadata
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -173,6 +173,10 @@ def add_count(counts: dict[str, int], what: str, rows: int) -> None:
         counts[what] = counts.get(what, 0) + rows
 
 
+WAITING = ("process", "thread", "start_ns", "duration_ns", "name")
+_WAITS = (r"^(?:cuda|cu|hip)\w*Synchronize|^(?:cuda|cu|hip)Memcpy|^(?:cuda|hip)Free(?:_|$)|^cuMemFree(?:_|$)", r"Async")
+"""A pattern of the calls that wait for the device, and of those that do not. Freeing device memory waits too."""
+
 Profiler = Literal["Kineto", "Nsight Systems"]
 
 
@@ -222,6 +226,16 @@ class TraceTable:
     counters: pl.DataFrame = field(default_factory=lambda: empty(COUNTER_SCHEMA))
     remarks: tuple[str, ...] = ()
     traced: frozenset[str] = frozenset()
+
+    @cached_property
+    def waiting_calls(self) -> pl.DataFrame:
+        """The calls whose name says that they wait for a device: columns WAITING."""
+        return named(self.calls.select(WAITING), *_WAITS)
+
+    @cached_property
+    def copying_calls(self) -> pl.DataFrame:
+        """The calls that copy and need not wait: columns WAITING."""
+        return named(self.calls.select(WAITING), r"Memcpy\w*Async")
 
     @property
     def on_cpu(self) -> bool:

@@ -15,7 +15,7 @@ from stepscope.traces.captures.attribution import Attribution, gather, range_kin
 from stepscope.traces.captures.occupation import waits
 from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.kernels.names import kernel_label, kernel_labels
-from stepscope.traces.nesting import Nest, by_thread, lasting, open_rows, union
+from stepscope.traces.nesting import Nest, by_thread, in_order, lasting, open_rows, place_in, union
 from stepscope.traces.roofline import shapes_label
 from stepscope.traces.table import COPIES, KIND, TraceTable, fits, launches, named
 
@@ -405,14 +405,14 @@ def _queue(device: int, work: pl.DataFrame) -> Queue:
     waits = starts - work["launch_ns"]
     waited, median = int(waits.sum()), waits.median()
     del waits  # of a million rows each column counts
-    launched, started = work["launch_ns"].sort(), starts.sort()
+    launched, started = in_order(work["launch_ns"]), in_order(starts)
     del starts
     span_ns = started[-1] - launched[0]
     longest = 0
     for first in range(0, len(launched), 1 << 18):
         some = launched[first : first + (1 << 18)]
         number = pl.int_range(first + 1, first + 1 + len(some), dtype=pl.Int64, eager=True)
-        longest = max(longest, cast("int", (number - started.search_sorted(some, side="right")).max()))
+        longest = max(longest, cast("int", (number - place_in(started, some)).max()))
     return Queue(
         device=device,
         span_ns=span_ns,

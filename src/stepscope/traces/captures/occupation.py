@@ -164,9 +164,6 @@ def device_names(attribution: Attribution) -> tuple[str, ...]:
 # The host's waits for a device: synchronising calls, blocking copies, operators that fetch a number.
 
 
-_WAIT = r"^(?:cuda|cu|hip)\w*Synchronize|^(?:cuda|cu|hip)Memcpy|^(?:cuda|hip)Free(?:_|$)|^cuMemFree(?:_|$)"
-"""A pattern of the calls that wait for the device. Freeing device memory waits too."""
-_NO_WAIT = r"Async"
 _WAITING_OPERATOR = r"^aten::(?:item|_local_scalar_dense|is_nonzero)$"
 _TO_HOST = r"\bDtoH\b"
 
@@ -174,10 +171,10 @@ _TO_HOST = r"\bDtoH\b"
 def waits(table: TraceTable, work: pl.DataFrame) -> pl.DataFrame:
     """The host's calls and operators that wait for a device: process, thread, start_ns, duration_ns, name."""
     columns = ["process", "thread", "start_ns", "duration_ns", "name"]
-    calls = named(table.calls, _WAIT, _NO_WAIT).select(columns)
     # A copy to pageable memory blocks, whatever the name of its call. A copy to pinned memory returns at once.
     copies = named(work.select("process", "launch_thread", "launch_ns", "name"), _TO_HOST)
-    to_host = named(table.calls if copies.height else table.calls.clear(), r"Memcpy\w*Async").join(
+    copying = table.copying_calls if copies.height else table.waiting_calls.clear()
+    to_host = copying.join(
         copies,
         left_on=["process", "thread", "start_ns"],
         right_on=["process", "launch_thread", "launch_ns"],
@@ -185,7 +182,7 @@ def waits(table: TraceTable, work: pl.DataFrame) -> pl.DataFrame:
     )
     operators = named(table.operators, _WAITING_OPERATOR)
     return pl.concat(
-        [calls, to_host.select(columns), operators.select(pl.col(columns[:4]), pl.col("name").cast(pl.Categorical()))]
+        [table.waiting_calls, to_host, operators.select(pl.col(columns[:4]), pl.col("name").cast(pl.Categorical()))]
     )
 
 

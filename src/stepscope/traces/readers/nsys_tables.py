@@ -355,7 +355,7 @@ class Rows:
         for pieces in self._stretches(_STRETCH):
             mask = self._made(asked, pieces).select(holds).to_series().fill_null(False)
             if mask.any():
-                chosen.append(self._made(self.columns, pieces).filter(mask))
+                chosen.append(self._made(self.columns, list(_chosen(pieces, mask.to_numpy()))))
         return pl.concat(chosen)
 
     def _whole(self) -> pl.DataFrame:
@@ -365,6 +365,16 @@ class Rows:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._whole(), name)
+
+
+def _chosen(pieces: list[_Piece], mask: Array) -> Iterator[_Piece]:
+    """The rows for which this holds: of what is held narrow, so that the others are never made."""
+    first = 0
+    for height, columns in pieces:
+        here = mask[first : first + height]
+        first += height
+        if count := int(np.count_nonzero(here)):
+            yield count, {name: (least, None if on is None else on[here]) for name, (least, on) in columns.items()}
 
 
 class _Texts:
