@@ -113,6 +113,55 @@ def test_a_replaced_model_has_its_own_loss_and_gradients(kind: str, changes: dic
     assert model(**batch()).logits.shape == (2, 11, 67)
 
 
+MASKED: dict[str, dict[str, Any]] = {
+    "Bert": {},
+    "Roberta": {},
+    "DistilBert": {"dim": 32, "hidden_dim": 48, "n_layers": 1, "n_heads": 2},
+}
+"""Masked language models, and what their configurations call otherwise."""
+
+
+def masked_model(kind: str) -> Any:
+    torch.manual_seed(0)
+    of_bert = {**SIZES, "attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+    more = MASKED[kind] and {"attention_dropout": 0.0, "dropout": 0.0, "vocab_size": 67, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**{**(more or of_bert), **MASKED[kind]})
+    return getattr(transformers, f"{kind}ForMaskedLM")(config).to(DEVICE).train()
+
+
+@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_masked_language_model_has_its_own_loss_and_gradients(kind: str, compiled: bool):
+    """Labels in place, a bias, and a transform before the head."""
+    model = masked_model(kind)
+    with torch.no_grad():
+        model.get_output_embeddings().bias.normal_()
+    own = numbers(model), numbers(model, num_items_in_batch=31)
+    assert [str(each) for each in replace_parts(model, loss="fused").found] == [
+        f"loss fused: 1 {kind}ForMaskedLM replaced"
+    ]
+    if compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
+    for right, found in zip(own, (numbers(model), numbers(model, num_items_in_batch=31)), strict=True):
+        joined = (right[0], [torch.cat([each.flatten() for each in right[1]])])  # a key's bias has a gradient near zero
+        assert same((found[0], [torch.cat([each.flatten() for each in found[1]])]), joined)
+    labels = torch.full((2, 11), -100, device=DEVICE)
+    assert model(input_ids=batch()["input_ids"], labels=labels).loss.isnan()
+    with pytest.warns(UserWarning, match=r"MaskedLM left, compiled computes no loss of a masked language model"):
+        replace_parts(masked_model(kind), loss="compiled")
+
+
+def test_a_masked_language_model_whose_head_is_hooked_runs_its_own_loss():
+    model = masked_model("Bert")
+    replace_parts(model, loss="fused")
+    assert model(**batch()).logits is None
+    handle = model.cls.register_forward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match="computes this loss by its own code: its head cls.predictions.decoder"):
+        assert model(**batch()).logits is not None
+    handle.remove()
+    assert model(**batch()).logits is None
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_it_does_in_16_bits(dtype: torch.dtype, autocast: bool):
@@ -561,7 +610,7 @@ def test_a_model_without_such_a_loss_is_one_line():
     config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48)
     vision: Any = transformers.ViTForImageClassification(config)
     for model in (vision.to(DEVICE), nn.Sequential(nn.Linear(4, 4)).to(DEVICE)):
-        with pytest.raises(InputError, match=r"loss fused replaces nothing in .*: it has no causal language model"):
+        with pytest.raises(InputError, match=r"loss fused replaces nothing in .*: it has no language model"):
             replace_parts(model, loss="fused")
 
 

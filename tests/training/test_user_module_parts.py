@@ -189,7 +189,7 @@ def test_what_differs_is_left_and_the_rest_is_replaced(file: Path):
     absent = made(file, arguments={"norms": False}, **FUSED).found
     assert [(one.part, one.replaced, one.why) for one in absent] == [
         ("norm", False, "it has no RMSNorm"), ("mlp", True, ""),
-        ("loss", False, "it has no causal language model of transformers with a head of one product"),
+        ("loss", False, "it has no language model of transformers with a head of one product"),
     ]  # fmt: skip
 
 
@@ -245,7 +245,7 @@ def test_the_command_measures_them_and_says_what_was_replaced(file: Path):
         (("run", "--rope", "fused"), "rope is computed by other kernels in the textbook's model alone: in your own a"),
         (
             ("run", "--loss", "fused", *QUICK),
-            "loss fused replaces nothing in Net: it has no causal language model of t",
+            "loss fused replaces nothing in Net: it has no language model of t",
         ),
         (("fit", "--kernels", "fused"), "cannot be run on fake tensors: leave out kernels, norm, mlp and loss"),
         (("run", "--norm", "liger", *QUICK), "norm liger runs on cuda, not on cpu: choose --norm reference"),

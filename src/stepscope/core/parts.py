@@ -383,6 +383,8 @@ NO_MODULES: dict[Part, str] = {
 
 LOSS_CHUNK_BYTES = 64 << 20
 """The bytes of logits that the fused loss has in memory at a time, where that is LOSS_LEAST_ROWS or more."""
+FEW_LABELS_CHUNK_BYTES = 1 << 30
+"""The same where few rows have labels: most of it is never touched, and one chunk needs no sum over chunks."""
 LOSS_LEAST_ROWS = 2048
 """The fewest rows of a chunk. Each chunk adds to the weight's gradient in fp32: 8 bytes a number, against 6 FLOPs for
 each row. At 700 TFLOP/s and 4.3 TB/s that is as long as the products of 217 rows."""
@@ -421,6 +423,8 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether PyTorch's compiler makes its kernels, at the first call of a shape. They have no names of their own."""
     operators: bool = False
     """Whether it is operators that a step's count sees. What launches its kernels by itself shows in a trace alone."""
+    few_labels: bool = False
+    """Whether a loss takes a bias, and computes nothing of rows without a label: those of a masked language model."""
 
     def fault(self, device_type: str, dtype: TensorDtype, width: int | None = None) -> str | None:
         """Why it does not run this on this machine, in words that follow its name; None where it does."""
@@ -464,11 +468,13 @@ class PartFound(msgspec.Struct, frozen=True, kw_only=True):
         return f"{name}: {f'{self.modules} {self.type} left' if self.modules else 'none'}, {self.why}"
 
 
-def _fused(function: str, saves: str, signs: str, largest_width: int | None = None) -> PartRecord:
+def _fused(
+    function: str, saves: str, signs: str, largest_width: int | None = None, *, few_labels: bool = False
+) -> PartRecord:
     return PartRecord(
         function=f"stepscope.kernels.parts.{function}", dtypes=_FUSED, package="triton", interpreted=True,
         saves=saves, predicted=True, signs=rf"^(?:stepscope::)?(?:{signs})", operators=True,
-        largest_width=largest_width,
+        largest_width=largest_width, few_labels=few_labels,
     )  # fmt: skip
 
 
@@ -528,6 +534,7 @@ _PARTS: dict[Part, dict[Kernels, PartRecord]] = {
             "loss:linear_cross_entropy",
             "its own gradients: of the hidden state, R M, and of the head, V M: in fp32, or bf16 of one chunk",
             "linear_cross_entropy_(?:forward|backward)$|cross_entropy_rows$|scaled_by$",
+            few_labels=True,
         ),
         "liger": _liger(
             "linear_cross_entropy", "its own gradients: of the hidden state, R M, and of the head, V M",
@@ -599,9 +606,9 @@ def norm_programs(rows: int, device_type: str) -> int:
     return max(1, min(rows, 512 if device_type == "cuda" else 4))
 
 
-def loss_chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
-    """How many rows of logits the fused loss makes at a time."""
-    fitting = LOSS_CHUNK_BYTES // max(1, vocabulary * itemsize)
+def loss_chunk_rows(rows: int, vocabulary: int, itemsize: int, *, few: bool = False) -> int:
+    """How many rows of logits the fused loss makes at a time, or has room for where few of them have labels."""
+    fitting = (FEW_LABELS_CHUNK_BYTES if few else LOSS_CHUNK_BYTES) // max(1, vocabulary * itemsize)
     return max(1, min(rows, max(fitting // 128 * 128, LOSS_LEAST_ROWS)))
 
 

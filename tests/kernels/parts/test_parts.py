@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from stepscope.core import parts as records
 from stepscope.core.errors import InputError
 from stepscope.core.parts import TensorDtype
+from stepscope.kernels.parts import loss as of_loss
 from stepscope.kernels.parts.loss import linear_cross_entropy
 from stepscope.kernels.parts.mlp import silu_product
 from stepscope.kernels.parts.norm import rms_norm
@@ -112,6 +113,94 @@ def test_a_loss_without_any_target_is_as_pytorchs():
     loss = linear_cross_entropy(x, weight, ignored)
     assert loss.isnan()
     assert all(gradient.eq(0).all() for gradient in torch.autograd.grad(loss, [x, weight]))
+
+
+def targets_of(rows: int, vocabulary: int, labels: int) -> Tensor:
+    """Random targets, of which so many are no -100."""
+    generator = torch.Generator().manual_seed(labels)
+    targets = torch.randint(vocabulary, (rows,), generator=generator)
+    targets[torch.randperm(rows, generator=generator)[: rows - labels]] = -100
+    return targets.to(DEVICE)
+
+
+def loss_and_gradients(function: Any, leaves: list[Tensor], targets: Tensor) -> list[Tensor]:
+    x, weight, *bias = leaves
+    loss = 3 * function(x, weight, targets, *bias)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def dense(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.cross_entropy(F.linear(x, weight, bias), targets)
+
+
+def few(x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+    return linear_cross_entropy(x, weight, targets, bias, few_labels=True)
+
+
+@pytest.mark.parametrize("labels", [0, 1, 4, 9])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("function", [linear_cross_entropy, few])
+def test_a_bias_and_rows_without_labels(
+    function: Any, chunked: bool, biased: bool, labels: int, monkeypatch: pytest.MonkeyPatch
+):
+    if chunked:
+        for name, value in (("LOSS_CHUNK_BYTES", 0), ("FEW_LABELS_CHUNK_BYTES", 0), ("LOSS_LEAST_ROWS", 2)):
+            monkeypatch.setattr(records, name, value)
+    leaves = [normal(9, 8), normal(11, 8), *([normal(11)] if biased else [])]
+    targets = targets_of(9, 11, labels)
+    found, right = (loss_and_gradients(each, leaves, targets) for each in (function, dense))
+    if not labels:  # PyTorch's gradients are NaN, too; ours are zero, as where some rows have labels
+        right = [right[0], *map(torch.zeros_like, leaves)]
+    torch.testing.assert_close(found, right, equal_nan=True)
+
+
+def is_near(ours: list[Tensor], theirs: list[Tensor], right: list[Tensor]) -> None:
+    """Check that results are at most twice as far off as PyTorch's, or by roundings of logits and result to bf16."""
+    for our, their, each in zip(ours, theirs, right, strict=True):
+        error, other = (float((one.double() - each).norm() / each.norm()) for one in (our, their))
+        assert error <= max(2 * other, 2**-7), (error, other)
+
+
+@pytest.mark.parametrize("labels", [0, 1, 4, 9])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_products_stop_at_the_last_row_with_a_label(chunked: bool, labels: int, monkeypatch: pytest.MonkeyPatch):
+    """On Hopper by its own kernel, elsewhere by PyTorch's slow way: rows behind it hold what the memory held."""
+    monkeypatch.setattr(of_loss, "takes_groups", lambda _: True)
+    if chunked:
+        for name, value in (("LOSS_CHUNK_BYTES", 0), ("FEW_LABELS_CHUNK_BYTES", 0), ("LOSS_LEAST_ROWS", 2)):
+            monkeypatch.setattr(records, name, value)
+    leaves = [normal(*shape, dtype=torch.bfloat16) for shape in ((9, 8), (11, 8), (11,))]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    targets = targets_of(9, 11, labels)
+    found = loss_and_gradients(few, leaves, targets)
+    if not labels:
+        assert found[0].isnan() and all(each.eq(0).all() for each in found[1:])
+        return
+    is_near(found, loss_and_gradients(dense, leaves, targets), loss_and_gradients(dense, exact, targets))
+
+
+@pytest.mark.gpu
+def test_one_graph_serves_batches_with_any_number_of_labels():
+    rows, vocabulary, width = 3000, 30522, 768
+    leaves = [
+        (normal(*shape, dtype=torch.bfloat16).detach() * size).requires_grad_()
+        for shape, size in (((rows, width), 1.0), ((vocabulary, width), 0.02), ((vocabulary,), 1.0))
+    ]
+    place = targets_of(rows, vocabulary, 450)
+    loss_and_gradients(few, leaves, place)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = loss_and_gradients(few, leaves, place)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    for labels in (450, 1, 0, rows, 449, 0, 700):
+        place.copy_(targets_of(rows, vocabulary, labels))
+        graph.replay()
+        if not labels:
+            assert found[0].isnan() and all(each.eq(0).all() for each in found[1:])
+            continue
+        is_near(found, loss_and_gradients(dense, leaves, place), loss_and_gradients(dense, exact, place))
 
 
 @pytest.mark.gpu
@@ -217,13 +306,15 @@ def test_a_compiler_takes_every_part_without_a_graph_break():
     x, weight, head = normal(2, 3, 8), normal(8), normal(9, 8)
     cos, sin = normal(3, 4).detach(), normal(3, 4, seed=1).detach()
     targets = torch.zeros(2, 3, dtype=torch.int64, device=DEVICE)
+    targets[0, 1] = -100
 
     def all_parts(x: Tensor, weight: Tensor, head: Tensor) -> Tensor:
         summed, out = rms_norm(x, x * 2, weight, 1e-5)
         heads = out.unflatten(-1, (2, 4)).transpose(1, 2)
         q, k = rotated(heads, heads * 2, cos, sin)
         mixed = silu_product(q, k).transpose(1, 2).flatten(-2) + rms_norm(summed, None, weight, 1e-5)[1]
-        return linear_cross_entropy(mixed, head, targets)
+        of_few = linear_cross_entropy(summed, head, targets, head.sum(1), few_labels=True)
+        return linear_cross_entropy(mixed, head, targets) + of_few
 
     right = torch.autograd.grad(all_parts(x, weight, head), [x, weight, head])
     compiled = torch.compile(all_parts, fullgraph=True, backend="aot_eager")

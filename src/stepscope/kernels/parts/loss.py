@@ -1,13 +1,14 @@
 """The output head and the cross-entropy without the logits of the whole batch: cuBLAS's products and Triton's rows.
 
-    linear_cross_entropy(x, weight, targets, ignore_index=-100, z_loss=0) -> mean loss        x (..., M), weight (V, M)
+    linear_cross_entropy(x, weight, targets, bias=None, ignore_index=-100, z_loss=0, few_labels=False) -> mean loss
 
-For a row of logits z = W x with target t, and L = log(sum(exp z)):
+For a row x of x (..., M), its logits z = W x + b with W (V, M) and b (V), its target t, and L = log(sum(exp z)):
 
     loss = L - z_t + c L^2        dz = p (1 + 2 c L) - onehot(t)        p = exp(z - L)
 
 with c the coefficient of the z-loss, which keeps L near zero (PaLM, Chowdhery et al. 2022). The mean is over rows whose
-target is not `ignore_index`. With dz, dx = dz W and dW = dz^T x.
+target is not `ignore_index`. With dz, dx = dz W, dW = dz^T x, and db is the sum of dz over rows. A bias costs no pass
+of its own: x gets a column of ones, and W the bias as a column.
 
 Rows are taken in chunks (`loss_chunk_rows` of core/parts.py). Of each chunk the logits are made in the dtype of the
 products, as in the reference, and a kernel, one program for a row, turns them in place into dz over the number of rows,
@@ -20,6 +21,12 @@ too late for it.
 A vocabulary that 16 does not divide, as GPT-2's of 50,257, gets up to 63 rows of zeros more, in a copy of W (V M
 numbers), in the logits and in dW: where rows begin at no multiple of 16 bytes, products of bf16 take slow kernels.
 
+With `few_labels`, as where a model guesses 15 % of its tokens, the rows with a target are put first, and nothing is
+computed of the others. How many they are is known to the device alone: products of one group (`grouped_mm`) read it
+there, and stop at its last row, so that one graph serves batches with any number of targets. Such products are for
+bf16 on Hopper and later; other GPUs take all rows, and a CPU those with a target. dx has few tiles, each a sum over the
+whole vocabulary: of small batches dz is copied as pieces of it, whose products fill the GPU and are then added.
+
 A target that is neither a token nor `ignore_index` is an error, as it is to PyTorch: on a CPU an IndexError, on a GPU
 an assertion in the kernel that reads it, for which no step waits. If all targets are ignored, the loss is NaN, as
 PyTorch's is, and the gradients are zero.
@@ -28,6 +35,7 @@ PyTorch's is, and the gradients are zero.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,21 +51,31 @@ _LARGEST_BLOCK = 8192
 _SCALED_BLOCK = 2048
 _ASSERTING: dict[str, Any] = {} if interpreted() else {"debug": True, "sanitize_overflow": False}
 """Options with which Triton compiles a kernel's own assertions, and none of its checks of integers."""
+_FEW_ROWS = 4096
+"""Rows of a chunk up to which dx is a sum of pieces: as one product it took 290 us on an H200, of 307 rows as of 2,048,
+since few tiles go through 30,528 columns."""
+_BESIDE = 8
+"""The columns beside a weight's with its bias: one, and as many as rows need to begin at multiples of 16 bytes."""
 _FP16_FACTOR = 256.0
 """What gradients of logits are multiplied by in fp16: |dz| is at most 1, and p is often below fp16's least number."""
 
 
 @triton.jit
 def cross_entropy_rows(
-    logits, targets, losses, count, stride, width, filled, ignored, factor, z_loss,
-    GRADIENT: tl.constexpr, DIVIDED: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, losses, count, stride, width, filled, ignored, factor, z_loss, pieces, within, piece_width,
+    GRADIENT: tl.constexpr, DIVIDED: tl.constexpr, SKIPPED: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """SKIPPED: whether rows that count for nothing have no logits, and get no gradient. SPLIT: whether gradients are
+    written once more, as pieces of the vocabulary, each of `within` rows."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     logits += row * stride
     known = (target >= 0) & (target < width)
     counts = target != ignored
     tl.device_assert(known | (target == ignored), "Target is out of bounds: it is neither a token nor ignore_index")
+    if SKIPPED:
+        filled = tl.multiple_of(tl.where(counts, filled, 0), 16)
     # Read before any thread writes a gradient: the sums below have barriers.
     of_target = tl.load(logits + target, mask=known, other=float("nan")).to(WIDE)
     highest = tl.full([], float("-inf"), WIDE)
@@ -71,6 +89,8 @@ def cross_entropy_rows(
         higher = tl.maximum(highest, tl.max(values, 0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(values - higher), 0)
         highest = higher
+    if SKIPPED:
+        highest, total = tl.where(counts, highest, 0.0), tl.where(counts, total, 1.0)
     # Near the highest logit differences are exact, where a sum with it would be rounded.
     rest = tl.log(total)
     logsumexp = highest + rest
@@ -86,6 +106,24 @@ def cross_entropy_rows(
             gradient = tl.exp(values - highest - rest) * of_all - tl.where(column == target, factor, 0.0)
             gradient = tl.where(counts & (column < width), gradient, 0.0)
             tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < filled)
+            if SPLIT:
+                piece = column // piece_width
+                at = (piece.to(tl.int64) * tl.load(within) + row) * piece_width + column - piece * piece_width
+                tl.store(pieces + at, gradient.to(pieces.dtype.element_ty), mask=column < filled)
+
+
+@triton.jit
+def add_pieces(pieces, out, order, within, width, PIECES: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """out[order] = the sum of pieces of `within` rows each, one below the other; 0 in rows from there on"""
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.load(within)
+    column = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], WIDE)
+    for piece in range(PIECES):
+        at = (piece * rows + row) * width + column
+        total += tl.load(pieces + at, mask=(column < width) & (row < rows), other=0.0).to(WIDE)
+    place = tl.load(order + row) * width + column
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
@@ -101,54 +139,108 @@ def scaled_by(x, out, gradient, count, divisor, numbers, WIDE: tl.constexpr, BLO
 
 
 def _forward(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, z_loss: float, of_x: bool, of_weight: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, z_loss: float, of_x: bool, of_weight: bool,
+    bias: Tensor | None = None, few: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The mean loss, the number of rows in it, and the gradients of x and of the weight, where they are asked: of the
-    mean, and in fp16 of the sum."""
+    mean, and in fp16 of the sum. That of a bias is a column behind the weight's."""
     check_place(_NAME, x)
-    rows, vocabulary = x.shape[0], weight.shape[0]
-    chunk = loss_chunk_rows(rows, vocabulary, x.element_size())
-    loss_dtype, dweight_dtype = _summed(x), _dweight_dtype(x, weight)
+    (rows, width), vocabulary = x.shape, weight.shape[0]
     if not targets.is_cuda:
         operators.check_targets(targets, vocabulary, ignore_index)
-    targets = targets.contiguous()
-    losses = torch.zeros(rows, dtype=loss_dtype, device=x.device)
-    dx = torch.empty(x.shape if of_x else (0,), dtype=x.dtype, device=x.device)
-    count = (targets != ignore_index).sum()
-    if not rows:
-        dweight = torch.zeros(weight.shape if of_weight else (0,), dtype=dweight_dtype, device=x.device)
-        return losses.sum() / count, count, dx, dweight
-    kernel = _aligned(weight, x.dtype)
-    filled = kernel.shape[0]
-    make = torch.empty if chunk >= rows else torch.zeros
-    dweight = make(kernel.shape if of_weight else (0,), dtype=dweight_dtype, device=x.device)
-    buffer = torch.empty(chunk, filled, dtype=x.dtype, device=x.device)
-    block, fp16 = min(power_of_two(filled), _LARGEST_BLOCK), x.dtype == torch.float16
+    targets, counts = targets.contiguous(), targets != ignore_index
+    count, grouped = counts.sum(), few and takes_groups(x)
+    order = torch.argsort((~counts).to(torch.uint8), stable=True) if grouped or (few and not x.is_cuda) else None
+    if order is not None:
+        order = order if grouped else order[: int(count)]
+        x, targets = x[order], targets[order]
+    kernel = _aligned(weight, bias, x.dtype)
+    x = x if bias is None else F.pad(F.pad(x, (0, 1), value=1.0), (0, kernel.shape[1] - width - 1))
+    losses = torch.zeros(len(x), dtype=_summed(x), device=x.device)
+    dx = torch.empty((len(x), width) if of_x else (0,), dtype=x.dtype, device=x.device)
+    chunk = loss_chunk_rows(rows, vocabulary, x.element_size(), few=few)
+    alone = 0 < len(x) <= chunk
+    make = torch.empty if alone else torch.zeros
+    dweight = make(kernel.shape if of_weight else (0,), dtype=_dweight_dtype(x, weight, rows, few), device=x.device)
+    block, fp16 = min(power_of_two(len(kernel)), _LARGEST_BLOCK), x.dtype == torch.float16
+    buffer = torch.empty(0 if grouped else min(chunk, len(x)), len(kernel), dtype=x.dtype, device=x.device)
+    split = _pieces_of(len(kernel), chunk) if grouped and of_x else 1
     # Products write where they are told to: autocast leaves such calls alone.
-    for first in range(0, rows, chunk):
-        part, logits = x[first : first + chunk], buffer[: min(chunk, rows - first)]
-        torch.mm(part, kernel.t(), out=logits)
+    for first in range(0, len(x), chunk):
+        part = x[first : first + chunk]
+        within = (count - first).clamp(0, len(part)).to(torch.int32).view(1) if grouped else None
+        if within is None:
+            logits = torch.mm(part, kernel.t(), out=buffer[: len(part)])
+        else:
+            logits = _grouped(part, kernel.t()[None], within)
+        pieces = logits if split == 1 else torch.empty_like(logits)
         launch_at(
-            x, cross_entropy_rows, (logits.shape[0],),
-            logits, targets[first:], losses[first:], count, filled, vocabulary, filled, ignore_index,
-            _FP16_FACTOR if fp16 else 1.0, z_loss, GRADIENT=of_x or of_weight, DIVIDED=not fp16,
-            WIDE=wide(x.dtype), BLOCK=block, num_warps=warps_for(block), **_ASSERTING,
+            x, cross_entropy_rows, (len(part),),
+            logits, targets[first:], losses[first:], count, len(kernel), vocabulary, len(kernel), ignore_index,
+            _FP16_FACTOR if fp16 else 1.0, z_loss, pieces, count if within is None else within, len(kernel) // split,
+            GRADIENT=of_x or of_weight, DIVIDED=not fp16, SKIPPED=grouped, SPLIT=split > 1, WIDE=wide(x.dtype),
+            BLOCK=block, num_warps=warps_for(block), **_ASSERTING,
         )  # fmt: skip
-        if of_x:
-            torch.mm(logits, kernel, out=dx[first : first + chunk])
-        if of_weight:
-            _add_product(dweight, logits.t(), part, first=chunk >= rows)
+        if of_x and within is not None and order is not None:
+            _input_gradient(pieces, kernel[:, :width], dx, order[first:], within, split)
+        elif of_x:
+            torch.mm(logits, kernel[:, :width], out=dx[first : first + chunk])
+        if of_weight and within is not None:
+            added = _grouped(logits.t(), part, within)[0]
+            dweight = added.to(dweight.dtype) if alone else dweight.add_(added)
+        elif of_weight:
+            _add_product(dweight, logits.t(), part, first=alone)
+    if order is not None and of_x and not grouped:
+        dx = dx.new_zeros(rows, width).index_copy_(0, order, dx)
     return losses.sum() / count, count, dx, dweight[:vocabulary]
 
 
-def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight (V, M) in a dtype, with rows of zeros below it where rows of logits have more columns."""
+def takes_groups(x: Tensor) -> bool:
+    """Whether products of x take the number of their rows from the device, by PyTorch's own kernel for groups."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or x.shape[-1] % 8:
+        return False
+    return torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+
+
+def _grouped(left: Tensor, right: Tensor, within: Tensor) -> Tensor:
+    """The products of groups: of the rows of the left factor up to each number in `within`, or where both factors have
+    two dimensions, of so many terms."""
+    with torch.autocast(left.device.type, enabled=False):
+        return F.grouped_mm(left, right, offs=within)
+
+
+def _pieces_of(columns: int, rows: int) -> int:
+    """Into how many pieces the vocabulary is split for dx: so many that tiles of few rows fill a GPU."""
+    if rows > _FEW_ROWS:
+        return 1
+    return next((pieces for pieces in range(12, 1, -1) if columns % (8 * pieces) == 0), 1)
+
+
+def _input_gradient(pieces: Tensor, kernel: Tensor, dx: Tensor, order: Tensor, within: Tensor, split: int) -> None:
+    """dx of the rows of a chunk, each at its place before they were put in order; zeros where they have no label."""
+    columns, width = kernel.shape
+    ends = within * torch.arange(1, split + 1, dtype=torch.int32, device=within.device)
+    parts = kernel.unflatten(0, (split, columns // split))
+    products = _grouped(pieces.view(-1, columns // split), parts, ends)
+    block = power_of_two(width)
+    launch_at(
+        dx, add_pieces, (len(pieces),), products, dx, order, within, width, PIECES=split, WIDE=wide(dx.dtype),
+        BLOCK=block, num_warps=warps_for(block),
+    )  # fmt: skip
+
+
+def _aligned(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight (V, M) in a dtype, with rows of zeros below it where rows of logits have more columns; a bias is its
+    next column, and columns of zeros follow, so that rows still begin where fast products take them."""
     vocabulary, width = weight.shape
     columns = loss_columns(vocabulary)
-    if columns == vocabulary:
+    if columns == vocabulary and bias is None:
         return weight.to(dtype)
-    longer = weight.new_empty(columns, width, dtype=dtype)
-    longer[:vocabulary].copy_(weight)
+    longer = weight.new_empty(columns, width if bias is None else width + _BESIDE, dtype=dtype)
+    longer[:vocabulary, :width].copy_(weight)
+    if bias is not None:
+        longer[:vocabulary, width].copy_(bias)
+        longer[:vocabulary, width + 1 :].zero_()
     longer[vocabulary:].zero_()
     return longer
 
@@ -158,9 +250,9 @@ def _summed(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _dweight_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+def _dweight_dtype(x: Tensor, weight: Tensor, rows: int, few: bool) -> torch.dtype:
     """The dtype of the weight's gradient until backward: its own where one product in bf16 makes it."""
-    one = x.shape[0] <= loss_chunk_rows(x.shape[0], weight.shape[0], x.element_size())
+    one = rows <= loss_chunk_rows(rows, weight.shape[0], x.element_size(), few=few)
     return x.dtype if one and x.dtype == weight.dtype == torch.bfloat16 else _summed(x)
 
 
@@ -180,13 +272,16 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> 
 
 
 def _fake_forward(
-    x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, z_loss: float, of_x: bool, of_weight: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, _targets: Tensor, _ignored: int, _z_loss: float, of_x: bool, of_weight: bool,
+    bias: Tensor | None = None, few: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dtype, vocabulary, width = _dweight_dtype(x, weight, x.shape[0], few), *weight.shape
+    width += 0 if bias is None else _BESIDE
     return (
         torch.empty((), dtype=_summed(x), device=x.device),
         torch.empty((), dtype=torch.int64, device=x.device),
         torch.empty(x.shape if of_x else (0,), dtype=x.dtype, device=x.device),
-        torch.empty(weight.shape if of_weight else (0,), dtype=_dweight_dtype(x, weight), device=x.device),
+        torch.empty((vocabulary, width) if of_weight else (0,), dtype=dtype, device=x.device),
     )
 
 
@@ -194,7 +289,7 @@ def _backward(gradient: Tensor, count: Tensor, summed: Tensor, divisor: float, d
     """The gradient of the loss, from what forward made; divisor: 0 where that is divided already."""
     out = _fake_backward(gradient, count, summed, divisor, dtype)
     if summed.numel():
-        numbers = summed.numel()
+        summed, numbers = summed.contiguous(), summed.numel()
         launch_at(
             summed, scaled_by, (tiles_of(numbers, _SCALED_BLOCK),),
             summed, out, gradient, count, divisor, numbers,
@@ -213,7 +308,7 @@ def _fake_backward(gradient: Tensor, count: Tensor, summed: Tensor, divisor: flo
 
 operators.define(
     "linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor targets, int ignore_index, float z_loss, bool of_x,"
-    " bool of_weight) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool of_weight, Tensor? bias=None, bool few=False) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
@@ -230,19 +325,22 @@ def _flops(
     x_shape: Any, weight_shape: Any, _targets: Any, _ignored: Any, _z_loss: Any, of_x: bool, of_weight: bool,
     *_: Any, out_shape: Any = None, **__: Any,
 ) -> int:  # fmt: skip
-    """FLOPs of the products: the logits, and each gradient that is asked for."""
+    """FLOPs of the products: the logits, and each gradient that is asked for. All rows count, since no shape tells how
+    many of them have a target."""
     return 2 * x_shape[0] * weight_shape[0] * weight_shape[1] * (1 + of_x + of_weight)
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, options: tuple[int, float], needs: tuple[bool, bool]
-    ) -> Tensor:
-        run = torch.ops.stepscope.linear_cross_entropy_forward if operators.watched(x, weight, targets) else _forward
-        loss, count, dx, dweight = run(x, weight, targets, *options, *needs)
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: tuple[int, float],
+        needs: tuple[bool, bool], few: bool,
+    ) -> Tensor:  # fmt: skip
+        tensors = (x, weight, targets) if bias is None else (x, weight, targets, bias)
+        run = torch.ops.stepscope.linear_cross_entropy_forward if operators.watched(*tensors) else _forward
+        loss, count, dx, dweight = run(x, weight, targets, *options, *needs, bias, few)
         ctx.save_for_backward(count, dx, dweight)
-        ctx.needs, ctx.dtype = needs, weight.dtype
+        ctx.needs, ctx.dtype, ctx.bias_dtype = needs, weight.dtype, None if bias is None else bias.dtype
         return loss
 
     @staticmethod
@@ -254,11 +352,14 @@ class _Loss(torch.autograd.Function):
             run = _as_expression  # which a compiler computes with what comes after it
         elif operators.watched(gradients[0], dx):
             run = torch.ops.stepscope.linear_cross_entropy_backward
-        of_x, of_weight = ctx.needs
+        (of_x, of_weight), of_bias = ctx.needs, ctx.bias_dtype is not None
         divisor = _FP16_FACTOR if fp16 else 0.0
+        width = dweight.shape[-1] - _BESIDE if of_bias else dweight.shape[-1]
         return (
             run(gradients[0], count, dx, divisor, dx.dtype) if of_x else None,
-            run(gradients[0], count, dweight, divisor, ctx.dtype) if of_weight else None,
+            run(gradients[0], count, dweight[:, :width], divisor, ctx.dtype) if of_weight else None,
+            run(gradients[0], count, dweight[:, width], divisor, ctx.bias_dtype) if of_weight and of_bias else None,
+            None,
             None,
             None,
             None,
@@ -266,14 +367,17 @@ class _Loss(torch.autograd.Function):
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, z_loss: float = 0.0
-) -> Tensor:
-    """The mean cross-entropy of softmax(x weight^T) with the targets, those of `ignore_index` left out."""
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, *, ignore_index: int = -100,
+    z_loss: float = 0.0, few_labels: bool = False,
+) -> Tensor:  # fmt: skip
+    """The mean cross-entropy of softmax(x weight^T + bias) with the targets, those of `ignore_index` left out;
+    few_labels: whether these are most of them."""
     operators.check_part("loss", x, weight)
-    if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
+    fits = x.dim() > 0 and weight.dim() == 2 and x.shape[-1] == weight.shape[1] and targets.shape == x.shape[:-1]
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         raise InputError(
-            f"{_NAME} takes x (..., M), a weight (V, M) and targets (...), not {tuple(x.shape)}, "
-            f"{tuple(weight.shape)}, {tuple(targets.shape)}"
+            f"{_NAME} takes x (..., M), a weight (V, M), targets (...) and a bias (V), not {tuple(x.shape)}, "
+            f"{tuple(weight.shape)}, {tuple(targets.shape)}, {bias if bias is None else tuple(bias.shape)}"
         )
     if targets.dtype not in (torch.int64, torch.int32) or weight.shape[0] == 0:
         raise InputError(f"{_NAME} takes targets of int64 or int32 and a vocabulary, not {targets.dtype}")
@@ -281,5 +385,8 @@ def linear_cross_entropy(
     rows = x.reshape(-1, x.shape[-1])
     # Whether gradients are needed is decided here: inside the Function nothing is recorded.
     recorded = torch.is_grad_enabled()
-    needs = recorded and rows.requires_grad, recorded and weight.requires_grad
-    return _Loss.apply(rows, weight, targets.reshape(-1), (ignore_index, z_loss), needs)
+    needs = (
+        recorded and rows.requires_grad,
+        recorded and (weight.requires_grad or (bias is not None and bias.requires_grad)),
+    )
+    return _Loss.apply(rows, weight, bias, targets.reshape(-1), (ignore_index, z_loss), needs, few_labels)

@@ -15,6 +15,7 @@ module's own forward.
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
 import typing
 import warnings
@@ -71,14 +72,15 @@ from stepscope.training.parts.gate import (
     ways_of,
 )
 
-# The loss of a Hugging Face causal language model, from its head's input: without the logits of the batch.
+# The loss of a Hugging Face language model, from its head's input: without the logits of the batch.
 #
-# Such a model has a base, which gives hidden states (B, S, M), a head, a linear layer without bias, and a forward that
-# takes labels (B, S) and returns the loss beside the logits. In training, the replacement calls the base and gives its
-# hidden states, the head's weight and the labels, each one position on, to a kernel; it returns the loss, and no
-# logits. A call without labels or without gradients, one that asks for something else, and one whose head is spread
-# over several processes run the model's own forward. So does one whose head has a hook or an adapter by now, or whose
-# loss function is another one.
+# Such a model has a base, which gives hidden states (B, S, M), a head, a linear layer, and a forward that takes labels
+# (B, S) and returns the loss beside the logits. In training, the replacement calls the base and gives its hidden
+# states, the head's weight and the labels, each one position on, to a kernel; it returns the loss, and no logits. A
+# masked language model, as BERT, transforms its hidden states before the head (`_TRANSFORMS`), whose bias it adds, and
+# has its labels in place: few positions have one, and of the others the kernel computes nothing. A call without labels
+# or without gradients, one that asks for something else, and one whose head is spread over several processes run the
+# model's own forward. So does one whose head has a hook or an adapter by now, or whose loss function is another one.
 #
 # What a model does between head and loss, as a cap on its logits, is seen when the two are held against each other:
 # with random hidden states in place of the base, so large that logits reach 30 or so. What it does before its base is
@@ -97,6 +99,7 @@ _USUAL_BASE = "model"
 _NOT_OF_STATES = ("num_items_in_batch", "return_dict", "output_attentions", "output_hidden_states", "use_cache",
                   "output_router_logits", "logits_to_keep")  # fmt: skip
 """Arguments of a base on which its hidden states do not depend."""
+_OF_HEAD = "gradient of the head"
 _LOGITS_SPREAD = 8.0
 """The standard deviation of a trial's logits."""
 
@@ -109,6 +112,29 @@ class LanguageModel:
     head: str
     loss: Callable[..., Any]
     """The function that computes its loss from logits."""
+    transform: tuple[str, ...] = ()
+    """What a masked language model has between base and head, one after the other."""
+
+    def head_of(self, module: nn.Module) -> Any:
+        """The head of such a model."""
+        return functools.reduce(getattr, self.head.split("."), module)
+
+    def around_head(self, module: nn.Module) -> list[Any]:
+        """The modules in which the head lies, the model first."""
+        return [*itertools.accumulate(self.head.split(".")[:-1], getattr, initial=module)]
+
+    def transformed(self, module: nn.Module, states: Tensor) -> Tensor:
+        """What the head gets of the base's hidden states."""
+        home = self.around_head(module)[-1]
+        for name in self.transform:
+            states = F.gelu(states) if name == _GELU else getattr(home, name)(states)
+        return states
+
+
+_GELU = "gelu"
+_TRANSFORMS = (("transform",), ("dense", _GELU, "layer_norm"), ("vocab_transform", "activation", "vocab_layer_norm"))
+"""What stands before the head of masked language models, beside it: in BERT, RoBERTa and DistilBERT. GELU is a
+function."""
 
 
 def _loss_function(module: nn.Module) -> Any:
@@ -118,7 +144,7 @@ def _loss_function(module: nn.Module) -> Any:
 
 
 def language_model(module: nn.Module) -> LanguageModel | None:
-    """The base and the head of a causal language model of Hugging Face's; None for any other module."""
+    """The base and the head of a causal or masked language model of Hugging Face's; None for any other module."""
     prefix, find_head = getattr(module, "base_model_prefix", ""), getattr(module, "get_output_embeddings", None)
     children = dict(module.named_children())
     base = prefix if prefix in children else _USUAL_BASE  # Llama 4's prefix is that of its multimodal class
@@ -126,10 +152,14 @@ def language_model(module: nn.Module) -> LanguageModel | None:
     if base not in children or find_head is None or not callable(loss) or not isinstance(loss, Hashable):
         return None
     head_module = find_head()
-    head = next((name for name, child in children.items() if child is head_module), None)
-    if head is None or type(head_module) is not nn.Linear or head_module.bias is not None:
+    head = next((name for name, each in module.named_modules() if each is head_module), None)
+    if head is None or type(head_module) is not nn.Linear:
         return None
-    return LanguageModel(base, head, loss)
+    home = LanguageModel(base, head, loss).around_head(module)[-1]
+    for names in _TRANSFORMS:
+        if all(name == _GELU or hasattr(home, name) for name in names):
+            return LanguageModel(base, head, loss, names)
+    return LanguageModel(base, head, loss) if head in children and head_module.bias is None else None
 
 
 @dataclass(frozen=True)
@@ -184,8 +214,14 @@ def loss_forward(original: Callable[..., Any], kernel: Callable[..., Tensor], of
         if hidden.shape[:-1] != labels.shape:  # a base that puts positions of its own beside those of the input
             _say_own(self, "its base returns other positions than it gets")
             return original(self, *args, **kwargs)
+        head = of.head_of(self)
+        if of.transform:
+            loss = kernel(of.transformed(self, hidden), head.weight, labels, head.bias, few_labels=True)
+            # In the dtype of the logits, as PyTorch's; autocast makes that fp32.
+            loss = loss if torch.is_autocast_enabled(loss.device.type) else loss.to(hidden.dtype)
+            return returned(loss=loss, **{name: getattr(outputs, name, None) for name in rest})
         targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        loss = kernel(hidden, getattr(self, of.head).weight, targets)
+        loss = kernel(hidden, head.weight, targets)
         counted = call.get("num_items_in_batch")
         if counted is not None:  # micro-batches of one step, whose sums count alike
             own_count = (targets != IGNORED).sum()
@@ -204,7 +240,8 @@ def _why_not(module: nn.Module, of: LanguageModel, call: Mapping[str, Any]) -> s
     positions = tokens.shape if isinstance(tokens, Tensor) else positions
     if labels.dim() != 2 or labels.dtype != torch.int64 or labels.shape != positions:
         return f"its labels are {str(labels.dtype).removeprefix('torch.')}{list(labels.shape)}, not an int64 a position"
-    if not _is_plain(getattr(module, of.head)):
+    whole = all(map(_only_watched, of.around_head(module)[1:]))
+    if not whole or not _is_plain(of.head_of(module), biased=of.transform != ()):
         return f"its head {of.head} is no plain linear layer: it has an adapter, a bias, a hook, or is in shards"
     if _loss_function(module) is not of.loss:
         return "its loss function is another one than was held"
@@ -226,16 +263,21 @@ def _say_own(module: nn.Module, why: str) -> None:
         warnings.warn(f"{type(module).__name__} computes this loss by its own code: {why}", stacklevel=3)
 
 
-def _is_plain(head: object) -> bool:
-    """Whether a head is its product and nothing else: an adapter, a hook or a patched forward may come later."""
-    if type(head) is not nn.Linear or head.bias is not None or "forward" in head.__dict__:
+def _is_plain(head: object, *, biased: bool) -> bool:
+    """Whether a head is its product and nothing else: an adapter, a hook or a patched forward may come later. biased:
+    whether it may have a bias."""
+    if type(head) is not nn.Linear or (head.bias is not None and not biased):
         return False
-    every = head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks
-    # Those that measure a step only look on.
+    return _only_watched(head) and head.weight.dim() == 2 and not hasattr(head.weight, "placements")
+
+
+def _only_watched(module: nn.Module) -> bool:
+    """Whether a module has no patched forward, and no hooks but those that measure a step, which only look on."""
+    every = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     looks_on = all(
         getattr(hook, "__module__", "").startswith("stepscope.") for hooks in every for hook in hooks.values()
     )
-    return looks_on and head.weight.dim() == 2 and not hasattr(head.weight, "placements")
+    return looks_on and "forward" not in vars(module)
 
 
 def _declared_outputs(forward: Callable[..., Any]) -> list[Any]:
@@ -309,36 +351,52 @@ class _OfStates(Trial):
 
     of: LanguageModel
     weight: Tensor
+    bias: Tensor | None
     labels: Tensor
     more: Mapping[str, Any]
 
     def run(self, dtype: torch.dtype | None = None, frozen: Frozen = None) -> dict[str, Tensor]:
-        states, weight = (
-            (tensor if dtype is None else tensor.to(dtype)).detach().requires_grad_(frozen != kind)
-            for tensor, kind in ((self.x, "input"), (self.weight, "weights"))
-        )
+        leaves = {self.of_input: self.x, _OF_HEAD: self.weight, f"{_OF_HEAD}'s bias": self.bias}
+        leaves = {
+            name: (tensor if dtype is None else tensor.to(dtype))
+            .detach()
+            .requires_grad_(frozen != ("input" if name == self.of_input else "weights"))
+            for name, tensor in leaves.items()
+            if tensor is not None
+        }
+        states, *of_head = leaves.values()
         base = getattr(self.module, self.of.base)
         call = {"input_ids": self.labels.clamp(min=0), **self.more}
         for_base = {argument: value for argument, value in call.items() if argument in _PASSED}
         setattr(self.module, self.of.base, _GivenStates(states, base, for_base))
         try:
             with autocast_or_not(self.autocast and dtype is None, self.x.device):
-                weights = {f"{self.of.head}.weight": weight}
+                weights = dict(zip((f"{self.of.head}.{name}" for name in ("weight", "bias")), of_head, strict=False))
+                weights |= self._others(dtype)
                 out = functional_call(self.module, weights, (), {**call, "labels": self.labels})
-            gradients = gradients_of(out.loss, {self.of_input: states, "gradient of the head": weight})
+            gradients = gradients_of(out.loss, leaves)
         except torch.OutOfMemoryError as error:
             raise Unlike("there is no memory to hold them against it") from error
         except CALL_ERRORS as error:
             raise Unlike(f"their base is not called for hidden states alone: {named_line(error)}") from error
         finally:
             setattr(self.module, self.of.base, base)
-        if "gradient of the head" in gradients:
-            # It is as large as the head, and some of its 150,000 rows are enough: those of the labels, the first, the
-            # last, and some between.
-            spread = torch.linspace(0, self.weight.shape[0] - 1, 61, device=self.labels.device).long()
-            rows = torch.cat([self.labels[self.labels >= 0], spread]).unique()
-            gradients["gradient of the head"] = gradients["gradient of the head"][rows]
-        return {"the loss": out.loss.detach(), **gradients}
+        # It is as large as the head, and some of its 150,000 rows are enough: those of the labels, the first, the last,
+        # and some between.
+        spread = torch.linspace(0, self.weight.shape[0] - 1, 61, device=self.labels.device).long()
+        rows = torch.cat([self.labels[self.labels >= 0], spread]).unique()
+        shown = {name: each if name == self.of_input else each[rows] for name, each in gradients.items()}
+        return {"the loss": out.loss.detach(), **shown}
+
+    def _others(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """The parameters between base and head by name, in a dtype: those of a masked language model's transform."""
+        head = self.of.head_of(self.module)
+        rest = (
+            (name, each)
+            for name, each in self.module.named_parameters()
+            if each is not head.weight and each is not head.bias
+        )
+        return {name: each.detach().to(dtype or each.dtype) for name, each in rest}
 
 
 def trials_of_states(module: nn.Module, of: LanguageModel) -> Iterator[Trial]:
@@ -351,6 +409,11 @@ def trials_of_states(module: nn.Module, of: LanguageModel) -> Iterator[Trial]:
     if size == 0:  # a head that starts at zero, whose logits would be zero, capped or not
         weight = torch.randn(weight.shape, generator=generator, device=weight.device).to(weight.dtype)
         size = width**0.5
+    if of.transform:  # which may norm the states: the head is as large instead
+        weight, size = weight * (_LOGITS_SPREAD / size), _LOGITS_SPREAD
+    bias = of.head_of(module).bias
+    if bias is not None:
+        bias = torch.randn(bias.shape, generator=generator, device=weight.device).to(bias.dtype)
     names = _names(type(module).forward)
     for dtype, autocast in ways_of(weight.dtype):
         for samples, length in ((2, 3), (1, 7)):
@@ -374,7 +437,7 @@ def trials_of_states(module: nn.Module, of: LanguageModel) -> Iterator[Trial]:
             }
             yield _OfStates(
                 module=module, x=states.to(dtype), of_input="gradient of hidden states", autocast=autocast,
-                of=of, weight=weight, labels=labels, more=more,
+                of=of, weight=weight, bias=bias, labels=labels, more=more,
             )  # fmt: skip
 
 
@@ -386,7 +449,7 @@ _NOT_RMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _ABSENT: dict[Part, str] = {
     "norm": "no RMSNorm",
     "mlp": "no SwiGLU of gate, up and down",
-    "loss": "no causal language model of transformers with a head of one product",
+    "loss": "no language model of transformers with a head of one product",
 }
 """What a model has not, where it has no module of a part."""
 _ROWS = 64
@@ -605,6 +668,8 @@ def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way])
     if weight.dtype not in _NAMES or any(type(p) is not nn.Parameter or p.is_meta for p in weights):
         return Unlike("their weights are no plain floating tensors")
     fault = PARTS[part][name].fault(weight.device.type, _NAMES[weight.dtype], weight.shape[-1])
+    if model is not None and model.transform and not PARTS[part][name].few_labels:
+        fault = "computes no loss of a masked language model"
     if fault is not None:
         return Unlike(f"{name} {fault}")
     if is_users(name):
@@ -718,9 +783,9 @@ def replace_parts(
     forward and backward, on random numbers, and of those that are alike one for all; what differs is left, and a
     warning says what was asked for and not done. Move the model to its device and dtype before. Parameters and the keys
     of the state dict stay the same.
-    The loss is that of a causal language model of Hugging Face's, which gets labels: in training it then returns its
-    loss alone, without logits. attention: flash, sdpa or another of stepscope's, where transformers' models call SDPA
-    or eager attention; projections: joint, linear layers of one input as one product, and convolutions of patches.
+    The loss is that of a language model of Hugging Face's, causal or masked, which gets labels: in training it then
+    returns its loss alone, without logits. attention: flash, sdpa or another of stepscope's, where transformers' models
+    call SDPA or eager attention; projections: joint, linear layers of one input as one product, and patches as one.
 
     Raises InputError where the kernels do not run on the model's device, and where the model has no module of what was
     asked for; GateFailure where a function of your own is wrong.
