@@ -88,7 +88,18 @@ def check(intervals: list[Interval], asked: list[tuple[int, int]]) -> None:
         if around:
             own[around[-1]] -= ordered[position][2]
     assert nest.self_ns(frame(intervals)["duration_ns"]).to_list() == [max(0, left) for left in own]
+    check_sums(nest, frame(intervals))
     check_innermost(nest, ordered, asked)
+
+
+def check_sums(nest: Nest, intervals: pl.DataFrame) -> None:
+    """The sums by group are those of the figures of each interval; a group may have no name."""
+    group = pl.int_range(intervals.height, eager=True) % 3
+    groups = pl.select(pl.when(group > 0).then(group).alias("group"))
+    own_ns = nest.self_ns(intervals["duration_ns"]).alias("self_ns")
+    each = groups[nest.order].with_columns(own_ns).group_by("group")
+    wanted = each.agg(pl.len().cast(pl.Int64).alias("calls"), pl.col("self_ns").sum())
+    assert nest.self_sums(intervals["duration_ns"], groups).sort("group").equals(wanted.sort("group"))
 
 
 def check_innermost(nest: Nest, ordered: list[Interval], asked: list[tuple[int, int]]) -> None:
@@ -144,6 +155,7 @@ def test_where_intervals_cross_the_last_begun_is_innermost(intervals: list[Inter
             around = [other for other in range(position) if encloses(ordered[other], ordered[position])]
             assert parent == (around[-1] if around else None)
         own = nest.self_ns(frame(intervals)["duration_ns"]).to_list()
+        check_sums(nest, frame(intervals))
     assert all(0 <= left <= interval[2] for left, interval in zip(own, ordered, strict=True))
 
 

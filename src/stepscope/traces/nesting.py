@@ -111,13 +111,45 @@ class Nest:
         """For every position, how many intervals enclose it."""
         if not self.height:
             return pl.Series("depth", dtype=pl.Int64)
-        closed = self._ends.sort().search_sorted(self._starts, side="right").cast(pl.Int64)
+        closed = _no_later(self._ends.sort(), self._starts)
         return (pl.int_range(self.height, dtype=pl.Int64, eager=True) - closed).alias("depth")
 
     @cached_property
     def _levels(self) -> pl.Series:
         """Depth and position of every interval in one integer, sorted."""
-        return (self.depth * self.height + pl.int_range(self.height, dtype=pl.Int64, eager=True)).sort()
+        deepest = cast("int", self.depth.max())
+        if deepest >= _LEVELS:
+            return (self.depth * self.height + pl.int_range(self.height, dtype=pl.Int64, eager=True)).sort()
+        levels = [(self.depth == level).arg_true().cast(pl.Int64) for level in range(deepest + 1)]
+        return pl.concat([place + level * self.height for level, place in enumerate(levels)], rechunk=True)
+
+    @cached_property
+    def crosses(self) -> bool:
+        """Whether some intervals do not nest: they end later than the last one before that is a level further out."""
+        position, parent = self._nested_unchecked
+        return len(position) > 0 and bool((self._ends.gather(parent) < self._ends.gather(position)).any())
+
+    @cached_property
+    def nested(self) -> pl.DataFrame:
+        """`position` of each interval that another encloses, and its `parent`, the innermost of those."""
+        position, parent = self._nested_unchecked
+        if self.crosses:
+            swept = self._swept_parents()
+            position = swept.is_not_null().arg_true().cast(pl.Int64)
+            parent = swept.gather(position)
+        return pl.DataFrame([position.alias("position"), parent.alias("parent")])
+
+    @cached_property
+    def _nested_unchecked(self) -> tuple[pl.Series, pl.Series]:
+        """Positions of nested intervals and their parents, if intervals nest: the last earlier one a level further out.
+
+        Both sides are sorted by level, so that none is searched for.
+        """
+        if not self.height:
+            return pl.Series(dtype=pl.Int64), pl.Series(dtype=pl.Int64)
+        inner = self._levels.slice(int((self.depth == 0).sum()))
+        parent = self._levels.gather(_no_later(self._levels, inner - self.height) - 1)
+        return inner % self.height, parent % self.height
 
     def parents(self, positions: pl.Series) -> pl.Series:
         """Positions of the innermost enclosing intervals, or null.
@@ -126,12 +158,17 @@ class Nest:
         """
         if self.height <= _CHECKED:
             return self.parent.gather(positions)
-        return self._unchecked.gather(positions) if len(positions) > self.height // 2 else self._by_level(positions)
+        return self._unchecked.gather(positions) if len(positions) > self.height // 4 else self._by_level(positions)
 
     @cached_property
     def _unchecked(self) -> pl.Series:
         """The parents of all positions, if intervals nest."""
-        return self._by_level(pl.int_range(self.height, dtype=pl.Int64, eager=True))
+        return self._by_position(*self._nested_unchecked)
+
+    def _by_position(self, position: pl.Series, parent: pl.Series) -> pl.Series:
+        """Parents in the order of positions, null where there is none."""
+        nobody = pl.Series("parent", [None], dtype=pl.Int64).new_from_index(0, self.height)
+        return nobody.scatter(position, parent)
 
     def _by_level(self, positions: pl.Series) -> pl.Series:
         """Positions of the parents, or null, if intervals nest: the last earlier interval that is one level up."""
@@ -146,9 +183,7 @@ class Nest:
         """For every position, that of the innermost enclosing interval, or null."""
         if not self.height:
             return pl.Series("parent", dtype=pl.Int64)
-        parent = self._unchecked
-        # Intervals nest exactly if each ends no later than the last one before with one less depth.
-        return self._swept_parents() if (self._ends.gather(parent) < self._ends).any() else parent
+        return self._by_position(self.nested["position"], self.nested["parent"])
 
     def _swept_parents(self) -> pl.Series:
         """Every interval's parent if intervals cross: a walk along the tracks with a stack of ever earlier ends."""
@@ -165,18 +200,32 @@ class Nest:
     def self_ns(self, durations: pl.Series) -> pl.Series:
         """For every position, the interval's duration (`durations` is by row) less those of its direct children."""
         lasted = durations.gather(self.order)
-        inside = (
-            pl.DataFrame({"parent": self.parent, "inner": lasted})
-            .drop_nulls("parent")
-            .group_by("parent")
-            .agg(pl.col("inner").sum())
-        )
+        inside = self.nested.select("parent", lasted.gather(self.nested["position"]).alias("inner"))
+        inside = inside.group_by("parent").agg(pl.col("inner").sum())
         spent = (
             pl.DataFrame({"row": pl.int_range(self.height, dtype=pl.Int64, eager=True)})
             .join(inside, left_on="row", right_on="parent", how="left", maintain_order="left")["inner"]
             .fill_null(0)
         )
         return (lasted - spent).clip(lower_bound=0)
+
+    def self_sums(self, durations: pl.Series, groups: pl.DataFrame) -> pl.DataFrame:
+        """`calls` and the sum of self_ns by group; `durations` and `groups` are by row.
+
+        The time of a group's intervals, less that of the intervals inside them: to tell it of each interval first took
+        twice as long.
+        """
+        by, calls = groups.columns, pl.len().cast(pl.Int64).alias("calls")
+        if self.height and self.crosses:
+            own_ns = self.self_ns(durations).alias("self_ns")
+            return groups[self.order].with_columns(own_ns).group_by(by).agg(calls, pl.col("self_ns").sum())
+        lasted = groups.with_columns(durations.alias("self_ns")).group_by(by).agg(calls, pl.col("self_ns").sum())
+        around, within = (self.rows(self.nested[end]) for end in ("parent", "position"))
+        inner = [durations.gather(around).alias("around"), durations.gather(within).alias("inner")]
+        spent = pl.DataFrame([*inner, *(groups[name].gather(around) for name in by)])
+        spent = spent.filter(pl.col("around") > 0).group_by(by).agg(pl.col("inner").sum())
+        both = lasted.join(spent, on=by, how="left", nulls_equal=True)
+        return both.with_columns(pl.col("self_ns") - pl.col("inner").fill_null(0)).drop("inner")
 
     def innermost(self, track: pl.Series, time_ns: pl.Series) -> pl.Series:
         """Row of the innermost interval that is open on that track at that moment (its end excluded), or null."""
@@ -263,6 +312,18 @@ class Nest:
                 stack.pop()
             innermost[query] = stack[-1] if stack else None
         return pl.Series("at", innermost, dtype=pl.Int64)
+
+
+def _no_later(keys: pl.Series, moments: pl.Series) -> pl.Series:
+    """How many of the sorted keys are no later than each of the sorted moments: a walk along both, where to search each
+    takes twelve times as long."""
+    if keys.null_count() or moments.null_count():
+        return keys.search_sorted(moments, side="right").cast(pl.Int64)
+    counted = pl.DataFrame(
+        [keys.alias("key"), pl.int_range(1, len(keys) + 1, dtype=pl.Int64, eager=True).alias("number")]
+    )
+    joined = moments.alias("key").to_frame().join_asof(counted, on="key", strategy="backward", check_sortedness=False)
+    return joined["number"].fill_null(0)
 
 
 def _innermost_of(intervals: tuple[Any, Any, Any], track: Any, moments: Any) -> Any:

@@ -323,10 +323,8 @@ def operator_totals(summary: TraceSummary) -> pl.DataFrame:
         totals = roofs.with_columns(pl.col("launching").alias("calls"), pl.lit(None, pl.Int64).alias("host_ns"))
     else:
         recorded = summary.attribution.table.operators
-        nest = by_thread(recorded)
-        own_ns = nest.self_ns(recorded["duration_ns"]).alias("host_ns")
-        called = recorded.select("name", "shapes")[nest.order].with_columns(own_ns).group_by("name", "shapes")
-        called = called.agg(pl.len().cast(pl.Int64).alias("calls"), pl.col("host_ns").sum())
+        called = by_thread(recorded).self_sums(recorded["duration_ns"], recorded.select("name", "shapes"))
+        called = called.rename({"self_ns": "host_ns"})
         totals = called.join(roofs, on=["name", "shapes"], how="left", nulls_equal=True)
     columns = ["name", "shapes", "calls", "host_ns", "kernels", "busy_ns", "flops", "bytes", "bound_ns", "bound"]
     return (
