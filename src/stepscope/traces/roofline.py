@@ -503,6 +503,20 @@ def _calls(attribution: Attribution) -> pl.DataFrame:
         how="left",
         maintain_order="left",
     )
+    # Most calls launch one kernel, of which nothing has to be chosen.
+    several = work["operator_row"].is_duplicated()
+    one = work.filter(~several).with_columns(
+        pl.lit(1, pl.UInt32).alias("kernels"),
+        pl.col("duration_ns").alias("device_ns"),
+        pl.col("duration_ns").alias("family_ns"),
+    )
+    calls = _of_several_kernels(work.filter(several))
+    calls = pl.concat([calls, one.select(calls.columns)]).sort("operator_row")
+    return calls.with_columns(pl.col("kernel").cast(pl.String))
+
+
+def _of_several_kernels(work: pl.DataFrame) -> pl.DataFrame:
+    """The calls that launched this work, by the sums of their kernels and what the chief ones say."""
     # A second pass adds up what a split product left, and says nothing of how it was multiplied.
     chief = pl.when("second_pass").then(-1).otherwise("duration_ns").arg_max()
     parts = work.group_by("operator_row", "family").agg(
@@ -527,7 +541,6 @@ def _calls(attribution: Attribution) -> pl.DataFrame:
             pl.col("family", "kernel", "phase", "arithmetic", "element_bytes").get(chief),
             pl.col("between").any(),
         )
-        .with_columns(pl.col("kernel").cast(pl.String))
     )
 
 

@@ -734,7 +734,9 @@ class _Reader:
         parts = self._parts.pop(name, None)
         if not parts:
             return table.empty(schema)
-        frame = self._timed(pl.concat(parts, how="diagonal", rechunk=True), name)
+        frame = pl.concat(parts, how="diagonal", rechunk=True)
+        parts.clear()  # of a large trace, what is held twice counts
+        frame = self._timed(frame, name)
         present = [column for column in schema if column in frame.columns]
         named = [column for column in present if schema[column] in (pl.String, pl.Categorical())]
         looked_up = [texts.cast(schema[column]).gather(frame[column]).alias(column) for column in named]
