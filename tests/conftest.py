@@ -38,6 +38,10 @@ if not Path("/dev/nvidiactl").exists():
 # machine alone a step in fp16 takes more memory than is predicted. Read when torch is imported; for children too.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# Before it compiles, Inductor builds a library with each of the CPU's vector instructions, and loads it in a process of
+# its own. What the CPU says of itself is enough. Read when Inductor is imported; for children too.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # A property sees some examples here, and many with --long. On a busy machine examples are slow to come, and slow to
 # run: no fault of what is tested.
 hypothesis_settings.register_profile(

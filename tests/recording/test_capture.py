@@ -141,6 +141,7 @@ def test_ranges_of_the_timed_steps_are_step_and_phases_alone():
     assert not recorder.open
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_a_compiled_step_is_traced_as_it_was_compiled(tmp_path: Path):
     step = TrainingStep(mini(compile="default", layers=1), CPU)
     driven.timed_steps(step, HostDevice(), 2)

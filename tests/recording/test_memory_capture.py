@@ -17,12 +17,14 @@ from stepscope.core.errors import portable_path
 from stepscope.core.evidence import NOTES_KEY, SEGMENTS_BEFORE_KEY, MemoryNotes, TensorNote
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import MEMORY_FILE, load_runs
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.recording.driven import observe_step
 from stepscope.recording.memory_history import MetadataEmitter, ProfilerRecording, capture_memory, joined_ranges
-from stepscope.recording.step import Phase
+from stepscope.recording.step import Phase, drive
 from stepscope.training.training_step import TrainingStep
+from stepscope.training.user_module.loading import make_user_step
 from tests.app.cli.test_cli import QUICK, run_until, stepscope
 from tests.conftest import mini
 
@@ -87,9 +89,35 @@ def storages(notes: Sequence[TensorNote], *categories: str) -> dict[int, int]:
     return {note.address: note.bytes for note in notes if note.category in categories}
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 @pytest.mark.parametrize("changes", [{}, {"dtype": "bf16"}, {"attention": "sdpa"}, {"compile": "default", "layers": 1}])
 def test_what_forward_leaves_is_what_autograd_saved(changes: dict[str, Any], tmp_path: Path):
-    snapshot = recorded(tmp_path, **changes)
+    check_what_forward_leaves(recorded(tmp_path, **changes))
+
+
+FEW_KERNELS = """
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 8))
+    return model, torch.randn(32, 64), lambda out: out.square().mean()
+"""
+
+
+def test_what_forward_leaves_in_the_memory_that_inductor_allocates(tmp_path: Path):
+    """A model of few kernels: its compiler in C++ takes half a second for each."""
+    (tmp_path / "few.py").write_text(FEW_KERNELS)
+    own = FactoryWorkload(model=UserModel(name="few"), factory=f"{tmp_path}/few.py:make", compile="default")
+    step, own = make_user_step(own, CPU)
+    for _ in range(2):
+        step.prepare()
+        drive(step)
+    capture_memory(step, CPU, tmp_path, workload=own)
+    check_what_forward_leaves(read(tmp_path))
+
+
+def check_what_forward_leaves(snapshot: dict[str, Any]) -> None:
     notes = notes_of(snapshot)
     live = [bytes_ for event, bytes_ in live_bytes(snapshot) if phase_of(event) == "forward"]
     loss = 4
