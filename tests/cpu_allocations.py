@@ -12,9 +12,9 @@ def allocated_bytes(run: Callable[[], object]) -> tuple[int, int]:
         run()
     raw = profiler.profiler
     assert raw is not None and raw.kineto_results is not None
+    changes = [event for event in raw.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
-    for event in sorted(raw.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            live += methodcaller("nbytes")(event)  # PyTorch's type stubs do not know it
-            peak = max(peak, live)
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        live += methodcaller("nbytes")(event)  # PyTorch's type stubs do not know it
+        peak = max(peak, live)
     return live, peak
