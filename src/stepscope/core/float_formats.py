@@ -237,6 +237,14 @@ class BlockFormat(msgspec.Struct, frozen=True, kw_only=True):
         bits = rows * columns * FORMATS[self.element].stored_bits + blocks * FORMATS[self.scale].stored_bits
         return -(-bits // 8) + 4 * self.tensor_scale
 
+    def unfit(self, *sizes: int) -> str | None:
+        """Why no product of these sizes takes such operands, in words; None where one does. Where scales are of whole
+        rows, sizes are to be multiples of 16, as of every product of 8 bits."""
+        uneven = next((size for size in sizes if size % (self.size or 16)), None)
+        if uneven is None:
+            return None
+        return f"blocks of {self.size} do not divide {uneven}" if self.size else f"{uneven} is no multiple of 16"
+
     @property
     def powers_of_two(self) -> bool:
         """Whether scales are powers of two."""

@@ -296,8 +296,8 @@ def textbook_in_blocks(
     model, passes = workload.model, step_flops(workload) // forward_flops(workload)
     linear, plain = passes * linear_flops(workload), estimate(workload)
     for form in forms:
-        if uneven := [n for n in (model.d_model, model.d_ff, workload.tokens) if n % (form.size or 1)]:
-            raise InputError(f"blocks of {form.size} ({form.name}) do not divide {uneven[0]}: change the sizes")
+        if (why := form.unfit(model.d_model, model.d_ff, model.key_width, workload.tokens)) is not None:
+            raise InputError(f"{why} ({form.name}): change the sizes")
     rows: list[InBlocks] = []
     for form in (None, *forms):
         found, few = (plain, 0) if form is None else (estimate_in_blocks(workload, form), linear)

@@ -700,8 +700,7 @@ class OperandSizes(Recorder):
         if (bits := 8 * _dtype_of(input).itemsize) != 16:
             return f"its operands have {bits} bits"
         sizes = (*weight.shape, input.numel() // max(1, input.shape[-1]))
-        uneven = [size for size in sizes if size % (self.form.size or 1)]
-        return f"blocks of {self.form.size} do not divide {uneven[0]}" if uneven else None
+        return self.form.unfit(*sizes)
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         dtype, rows = _dtype_of(input), input.reshape(-1, input.shape[-1])

@@ -273,6 +273,11 @@ def test_steps_without_operands_for_blocks_are_refused():
         textbook_in_blocks(mini(dtype="fp32"), [BLOCK_FORMATS["mxfp8"]], None, None)
     with pytest.raises(InputError, match="do not divide 66"):
         textbook_in_blocks(of(dtype="bf16", batch_size=2, seq_len=33), [BLOCK_FORMATS["mxfp4"]], None, None)
+    with pytest.raises(InputError, match=r"^100 is no multiple of 16 \(fp8-row\): change the sizes"):
+        textbook_in_blocks(of(dtype="bf16", batch_size=1, seq_len=100), [BLOCK_FORMATS["fp8-row"]], None, None)
+    three_keys = TextbookWorkload(model=configure("small", kv_heads=3), dtype="bf16", seq_len=512)  # of 64 numbers
+    with pytest.raises(InputError, match="blocks of 128 do not divide 192"):
+        textbook_in_blocks(three_keys, [BLOCK_FORMATS["fp8-block"]], None, None)
 
 
 @pytest.mark.long

@@ -182,7 +182,7 @@ class Space:
         model, tensor = self.question.model, grid.tensor
         tokens = self.question.workload.seq_len // grid.context // tensor
         sizes = (model.config.d_model // tensor, local_keys(model.config, tensor), model.config.d_ff // tensor, tokens)
-        return model.form is not None and any(size % (model.form.size or 1) for size in sizes)
+        return model.form is not None and model.form.unfit(*sizes) is not None
 
 
 # Checkpointing between `selective` and `attention`: how many blocks can keep what their products return.
