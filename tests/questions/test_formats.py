@@ -383,6 +383,11 @@ def test_bad_input_is_one_line(tmp_path: Path):
     assert "--value has 5,002 characters" in refused("formats", "--value", "0." + "1" * 5000)
 
 
+def test_a_number_with_space_around_it_is_that_number():
+    found = study_formats(value=" 1e-7\n")
+    assert found.question == "What does each format make of 1e-7?" and found.table("What becomes of 1e-7").rows
+
+
 def test_an_error_below_every_number_of_fp64_is_said_as_it_is():
     """5e-324 is stored as 2 ** -1074, 4.9407e-324: 5.93e-326 less, which no number of fp64 is."""
     rows = {row[0]: row for row in study_formats(value="5e-324").table("What becomes of 5e-324").rows}

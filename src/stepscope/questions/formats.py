@@ -111,7 +111,7 @@ Device = Annotated[
 
 def study_formats(*, value: Value = None, device: Device = None, tell: "Tell | None" = None) -> Answer:
     """Range, precision and codes of every number format, from its bits; and what formats of blocks make of a block."""
-    number = None
+    number, value = None, None if value is None else value.strip()
     tables = [
         table_by("Formats", FORMATS.values(), _PROPERTIES),
         _codes(),
@@ -262,7 +262,7 @@ def _in_a_block(value: str, number: float) -> tuple[Table, Finding]:
     if not math.isfinite(in_fp32):
         beyond = "is infinite in fp32, and " if math.isfinite(number) else ""
         does, named = f"{beyond}makes NaN of all others", {}
-    found = note("in-a-block", f"{value.strip()} in a block of normal numbers {does}.", {**named})
+    found = note("in-a-block", f"{value} in a block of normal numbers {does}.", {**named})
     return Table(title=f"A block of normal numbers with {value} in it", columns=columns, rows=tuple(rows)), found
 
 
@@ -408,7 +408,7 @@ def _lost(value: str, number: float, exact: Fraction | None) -> list[Finding]:
         places.setdefault(happened, []).append(name)
     clauses = [f"{words} {', '.join(places[happened])}" for happened, words in _LOST.items() if happened in places]
     clauses.append(f"is exact in {', '.join(places['exact'])}" if "exact" in places else "is exact in none")
-    return [note("value", f"{value.strip()} {'; '.join(clauses)}.", {"value": number})]
+    return [note("value", f"{value} {'; '.join(clauses)}.", {"value": number})]
 
 
 # Products of operands in blocks, as the GPU itself has them.
