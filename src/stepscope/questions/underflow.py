@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,6 +203,8 @@ def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> li
             output.register_hook(lambda gradient: keep("activations", name, name, gradient))
 
     with contextlib.ExitStack() as hooks:
+        if "torch._dynamo" in sys.modules:  # inside of a compiled module hooks that came later are not called
+            hooks.enter_context(torch.compiler.set_stance("force_eager"))
         for name, module in step.model.named_modules():
             if not list(module.children()) and any(True for _ in module.parameters()):
                 hook = module.register_forward_hook(lambda _module, _args, output, name=name: watch(name, output))

@@ -220,3 +220,9 @@ def make_complex() -> tuple[nn.Module, Tensor, Any]:
         torch.randn(4, WIDTH, dtype=torch.complex64),
         lambda y: square(y.abs()),
     )
+
+
+def make_compiled() -> tuple[Any, Tensor, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    return torch.compile(model, backend="eager"), torch.randn(4, WIDTH), square

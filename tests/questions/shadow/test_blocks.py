@@ -164,6 +164,13 @@ def test_gradients_in_a_format_of_blocks_are_a_sentence():
     assert found.sentence.endswith("a loss scale saves none of them.")
 
 
+def test_gradients_inside_of_a_compiled_module_are_seen():
+    found = study_underflow(format_name="mxfp4", factory=f"{PLANTED}:make_compiled", device="cpu")
+    assert [row[:2] for row in found.tables[0].rows] == [
+        (f"_orig_mod.{number}", of) for of in ("parameters", "activations") for number in (0, 2)
+    ]
+
+
 def test_gradients_of_zeros_are_refused():
     with pytest.raises(InputError, match=r"every gradient of the step of .* is zero: give another batch"):
         study_block_shadow(to=("mxfp4",), factory=EMPTY, arguments={"scale": 0.0}, device="cpu")
