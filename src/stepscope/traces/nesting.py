@@ -242,7 +242,8 @@ class Nest:
         else None."""
         import numpy as np  # noqa: PLC0415  (it takes a while)
 
-        tracks, starts = self._intervals[self._track].fill_null(_NEVER + 1), self._intervals["start_ns"].to_numpy()
+        tracks, starts = self._intervals[self._track], self._intervals["start_ns"].to_numpy()
+        tracks = tracks.fill_null(_NEVER + 1) if tracks.null_count() else tracks
         ends, order = np.maximum(self._intervals["duration_ns"].to_numpy(), 1), None
         ends, tracks = ends + starts, tracks.to_numpy()
         if (starts[1:] < starts[:-1]).any() or ((starts[1:] == starts[:-1]) & (ends[1:] > ends[:-1])).any():
@@ -492,6 +493,15 @@ def in_order(numbers: pl.Series) -> pl.Series:
     import numpy as np  # noqa: PLC0415  (it takes a while)
 
     return pl.Series(numbers.name, np.sort(numbers.to_numpy())).set_sorted()
+
+
+def order_of(numbers: pl.Series) -> pl.Series:
+    """The rows of the whole numbers in their order: of many by NumPy, which makes use of sorted runs."""
+    if len(numbers) < _MERGED or numbers.null_count():
+        return numbers.arg_sort()
+    import numpy as np  # noqa: PLC0415  (it takes a while)
+
+    return pl.Series(np.argsort(numbers.to_numpy(), kind="stable").astype(np.uint32))
 
 
 def place_in(ordered: pl.Series, numbers: pl.Series) -> pl.Series:

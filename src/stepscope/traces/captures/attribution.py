@@ -46,6 +46,7 @@ from stepscope.traces.table import COPIES, KIND, TraceTable, fits, named, names_
 _STRETCH = 1 << 19
 _AT_ONCE = 1 << 18
 """The most rows of which what is made on the way is held at once."""
+_LONG_AGO = -(2**63)
 
 
 class Places:
@@ -87,9 +88,20 @@ def _cuts(intervals: pl.DataFrame) -> list[int]:
     """The first rows of stretches of at least `_STRETCH` intervals, by start. No interval is in two stretches."""
     if intervals.height <= 2 * _STRETCH:
         return [0]
-    reached = (intervals["start_ns"] + intervals["duration_ns"].clip(lower_bound=1)).cum_max().shift(1)
-    free = (intervals["start_ns"] >= reached).fill_null(True).arg_true()
-    return free.to_frame("row").group_by((pl.col("row") // _STRETCH).alias("stretch")).min()["row"].sort().to_list()
+    free, until = list[pl.Series](), _LONG_AGO
+    for first in range(0, intervals.height, _AT_ONCE):
+        some = intervals[first : first + _AT_ONCE]
+        reached = (some["start_ns"] + some["duration_ns"].clip(lower_bound=1)).cum_max().clip(lower_bound=until)
+        free.append((some["start_ns"] >= reached.shift(1, fill_value=until)).arg_true() + first)
+        until = reached[-1]
+    return (
+        pl.concat(free)
+        .to_frame("row")
+        .group_by((pl.col("row") // _STRETCH).alias("stretch"))
+        .min()["row"]
+        .sort()
+        .to_list()
+    )
 
 
 def gather(values: pl.Series, rows: pl.Series) -> pl.Series:
