@@ -26,6 +26,7 @@ from stepscope.kernels.flash.configuration import (
     default_backward,
     default_forward,
     tiles,
+    uncapped,
 )
 from stepscope.kernels.flash.launch import hopper_takes
 from stepscope.kernels.flash.tune import (
@@ -233,7 +234,7 @@ def test_dropout_takes_tiles_of_its_own_on_hopper_and_a_kept_choice_without_its_
     problem = Problem(capability=(9, 0), head_dim=64, bytes_per_element=2, causal=True, log2_queries=10)
     forward, backward = default_forward(problem, dropout=True), default_backward(problem, dropout=True)
     assert str(forward) == "64x64 w4 s2 r128 tma heads-first"
-    assert str(backward) == "apart keys 64x64 w4 s3 r168 queries 64x64 w4 s2 r128 tma heads-first draw-first"
+    assert str(backward) == "apart keys 64x64 w4 s2 r168 queries 64x64 w4 s2 r128 tma heads-first draw-first"
     others: tuple[dict[str, Any], ...] = ({"capability": (8, 0)}, {"bytes_per_element": 4}, {"head_dim": 128})
     for other in others:
         elsewhere = msgspec.structs.replace(problem, **other)
@@ -245,9 +246,13 @@ def test_dropout_takes_tiles_of_its_own_on_hopper_and_a_kept_choice_without_its_
     for dropout in (False, True):
         expected = default_backward(tuning_cache.problem_of(q, causal=True), dropout=dropout)
         assert tuning_cache.backward_configuration(q, causal=True, dropout=dropout) == expected
+        scored = tuning_cache.forward_configuration(q, causal=True, dropout=dropout, scored=True)
+        assert scored == default_forward(tuning_cache.problem_of(q, causal=True))
+    scored = tuning_cache.backward_configuration(q, causal=True, dropout=True, scored=True)
+    assert scored == uncapped(default_backward(tuning_cache.problem_of(q, causal=True)))
     with tuning_cache.forced(backward=backward):
         free = tuning_cache.backward_configuration(q, causal=True, dropout=True)
-        assert str(free) == "apart keys 64x64 w4 s3 queries 64x64 w4 s2 tma heads-first draw-first"
+        assert str(free) == "apart keys 64x64 w4 s2 queries 64x64 w4 s2 tma heads-first draw-first"
         assert tuning_cache.backward_configuration(q, causal=True) == backward
     tuning_cache.forget()  # what this device is not
 

@@ -107,7 +107,9 @@ def _forward(
             parts=tensors[5 + len(given) :],
             bounds=found.pop("bounds", None),
             scoring=launch.Scoring(softcap, dropout=dropout, **found),
-            configuration=tuning.forward_configuration(q, causal=causal, dropout=seeds is not None),
+            configuration=tuning.forward_configuration(
+                q, causal=causal, dropout=seeds is not None, scored=_scored(softcap, slopes, bias)
+            ),
             launcher=launcher,
         )
 
@@ -127,6 +129,11 @@ def _forward(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(), key=key
         )
     return out, logsumexp
+
+
+def _scored(softcap: float | None, slopes: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether something is done to each score, beside the scale and dropout."""
+    return softcap is not None or slopes is not None or bias is not None
 
 
 def _as_given(tensors: tuple[Tensor, ...], *originals: Tensor) -> bool:
@@ -153,7 +160,9 @@ def _backward(
     if q.numel() == 0:
         return dq, dk.zero_(), dv.zero_(), *(each.zero_() for each in of_scores)
     targets = (_dense_target(dq), _dense_target(dk), _dense_target(dv))
-    configuration = tuning.backward_configuration(q, causal=causal, dropout=seeds is not None)
+    configuration = tuning.backward_configuration(
+        q, causal=causal, dropout=seeds is not None, scored=_scored(softcap, slopes, bias)
+    )
     dense = _dense(gradient), _dense(q), _dense(k), _dense(v)
     statistics = launch.statistics_for(q, configuration)
     limited = window is not None or bounds is not None

@@ -227,7 +227,7 @@ def tiles(block_m: int, block_n: int, num_warps: int, num_stages: int, max_regis
 
 
 def default_forward(problem: Problem, *, dropout: bool = False) -> ForwardConfiguration:
-    """What is taken where nothing was tuned."""
+    """What is taken where nothing was tuned. dropout: with it, and nothing else that is done to scores."""
     if dropout and problem.causal and _dropout_on_hopper(problem):
         # Loads by descriptors leave registers for the words that are drawn, so that four blocks share a multiprocessor.
         return ForwardConfiguration(tiles=tiles(64, 64, 4, 2, 128), rows_first=not _in_turns(problem))
@@ -245,10 +245,10 @@ def default_forward(problem: Problem, *, dropout: bool = False) -> ForwardConfig
 
 
 def default_backward(problem: Problem, *, dropout: bool = False) -> BackwardConfiguration:
-    """What is taken where nothing was tuned."""
+    """What is taken where nothing was tuned, as in `default_forward`."""
     if dropout and _dropout_on_hopper(problem):
-        # Words that the kernel over keys draws itself leave no registers for the addresses of a third stage.
-        stages = 3 if problem.log2_queries <= _MIDDLE_LOG2 else 2
+        # A third stage takes registers, and gains without a mask alone, where words are drawn before.
+        stages = 2 if problem.causal or problem.log2_queries > _MIDDLE_LOG2 else 3
         keys, queries = tiles(64, 64, 4, stages, 168), tiles(64, 64, 4, 2, 128)
         return BackwardConfiguration(keys=keys, queries=queries, rows_first=not _in_turns(problem), draw_first=True)
     if problem.capability[0] == 9 and problem.head_dim <= 128:

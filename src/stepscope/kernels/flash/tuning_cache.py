@@ -195,16 +195,24 @@ def forget() -> None:
     native.forget()
 
 
-def forward_configuration(q: Tensor, *, causal: bool, dropout: bool = False) -> ForwardConfiguration:
-    """The forward kernel's configuration for this call."""
-    return _forced_forward or _choice(_class_of(q, causal), dropout)[0]
+def forward_configuration(
+    q: Tensor, *, causal: bool, dropout: bool = False, scored: bool = False
+) -> ForwardConfiguration:
+    """The forward kernel's configuration for this call.
+
+    scored: scores get a softcap, slopes or a bias. These take registers that the tiles for dropout do not leave.
+    """
+    return _forced_forward or _choice(_class_of(q, causal), dropout and not scored)[0]
 
 
-def backward_configuration(q: Tensor, *, causal: bool, dropout: bool = False) -> BackwardConfiguration:
-    """The backward kernels' configuration for this call."""
-    if _forced_backward is not None:
-        return uncapped(_forced_backward) if dropout else _forced_backward
-    return _choice(_class_of(q, causal), dropout)[1]
+def backward_configuration(
+    q: Tensor, *, causal: bool, dropout: bool = False, scored: bool = False
+) -> BackwardConfiguration:
+    """The backward kernels' configuration for this call, as `forward_configuration`."""
+    if _forced_backward is None and not scored:
+        return _choice(_class_of(q, causal), dropout)[1]
+    chosen = _forced_backward or _choice(_class_of(q, causal))[1]
+    return uncapped(chosen) if dropout else chosen
 
 
 def precision_for(q: Tensor) -> Precision:
