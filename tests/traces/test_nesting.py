@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.traces import nesting
-from stepscope.traces.nesting import Nest, numbered, union
+from stepscope.traces.nesting import Nest, in_order, numbered, order_of, place_in, union
 
 pytestmark = pytest.mark.slow
 
@@ -237,3 +237,16 @@ def test_numbered_tells_combinations_apart_and_null_is_one_of_them():
     numbers = numbered(rows, ["a", "b"]).to_list()
     assert numbers[2] == numbers[3]
     assert len(set(numbers)) == 4
+
+
+@pytest.mark.parametrize("merged", [0, 1 << 17])
+@given(numbers=st.lists(st.integers(-(2**62), 2**62)), asked=st.lists(st.integers(-(2**62), 2**62)))
+@settings(max_examples=50)
+def test_orders_and_places_of_whole_numbers(merged: int, numbers: list[int], asked: list[int]):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nesting, "_MERGED", merged)
+        series = pl.Series(numbers, dtype=pl.Int64)
+        assert in_order(series).to_list() == sorted(numbers)
+        assert [numbers[row] for row in order_of(series).to_list()] == sorted(numbers)
+        places = place_in(in_order(series), pl.Series(numbers + asked, dtype=pl.Int64))
+        assert places.to_list() == [sum(one <= other for one in numbers) for other in numbers + asked]
