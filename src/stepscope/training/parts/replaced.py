@@ -110,8 +110,8 @@ class LanguageModel:
 
     base: str
     head: str
-    loss: Callable[..., Any]
-    """The function that computes its loss from logits."""
+    loss: Callable[..., Any] | None
+    """The function that computes its loss from logits; None of a masked language model, whose forward has it."""
     transform: tuple[str, ...] = ()
     """What a masked language model has between base and head, one after the other."""
 
@@ -148,18 +148,20 @@ def language_model(module: nn.Module) -> LanguageModel | None:
     prefix, find_head = getattr(module, "base_model_prefix", ""), getattr(module, "get_output_embeddings", None)
     children = dict(module.named_children())
     base = prefix if prefix in children else _USUAL_BASE  # Llama 4's prefix is that of its multimodal class
-    loss = _loss_function(module)
-    if base not in children or find_head is None or not callable(loss) or not isinstance(loss, Hashable):
+    if base not in children or find_head is None:
         return None
     head_module = find_head()
     head = next((name for name, each in module.named_modules() if each is head_module), None)
     if head is None or type(head_module) is not nn.Linear:
         return None
-    home = LanguageModel(base, head, loss).around_head(module)[-1]
+    home = LanguageModel(base, head, None).around_head(module)[-1]
     for names in _TRANSFORMS:
         if all(name == _GELU or hasattr(home, name) for name in names):
-            return LanguageModel(base, head, loss, names)
-    return LanguageModel(base, head, loss) if head in children and head_module.bias is None else None
+            return LanguageModel(base, head, None, names)
+    if head not in children or head_module.bias is not None:
+        return None
+    loss = _loss_function(module)
+    return LanguageModel(base, head, loss) if callable(loss) and isinstance(loss, Hashable) else None
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,8 @@ def _why_not(module: nn.Module, of: LanguageModel, call: Mapping[str, Any]) -> s
     whole = all(map(_only_watched, of.around_head(module)[1:]))
     if not whole or not _is_plain(of.head_of(module), biased=of.transform != ()):
         return f"its head {of.head} is no plain linear layer: it has an adapter, a bias, a hook, or is in shards"
-    if _loss_function(module) is not of.loss:
+    # Of masked language models transformers knows none, and would warn: a break in a compiled graph.
+    if of.loss is not None and _loss_function(module) is not of.loss:
         return "its loss function is another one than was held"
     if getattr(config, "return_dict", True) is False:
         return "it returns a tuple (return_dict)"
