@@ -295,10 +295,13 @@ def compare(
     found: Mapping[str, Tensor],
     units: Mapping[str, float],
     slack: float,
+    *,
+    blur: float = 0.0,
 ) -> tuple[dict[str, tuple[float, float]], str]:
     """By result its relative error and the one that is allowed, and what is wrong, "" where nothing is.
 
-    exact: in float64. plain: PyTorch's, in the tensors' dtypes. units: the unit roundoff of each result.
+    exact: in float64. plain: PyTorch's, in the tensors' dtypes. units: the unit roundoff of each result. blur: as of
+    `allowed_errors`.
     """
     sums = SUM_UNITS * torch.finfo(torch.float32).eps / 2
     errors: dict[str, tuple[float, float]] = {}
@@ -306,7 +309,7 @@ def compare(
     for result, right in exact.items():
         error, row_error = relative_errors(found[result], right)
         rival = relative_errors(plain[result], right)
-        allowed, row_allowed = allowed_errors(rival, units[result], slack=slack, sums=sums)
+        allowed, row_allowed = allowed_errors(rival, units[result], slack=slack, sums=sums, blur=blur)
         errors[result] = error, allowed
         if reason:
             continue

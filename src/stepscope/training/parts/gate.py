@@ -411,6 +411,8 @@ class Trial(ABC):
     of_input: str = "gradient of input"
     """The name of the input's gradient."""
     autocast: bool
+    blur: float = 0.0
+    """The relative error that is allowed in any case, to numbers whose own rounding is amplified."""
 
     @abstractmethod
     def run(self, dtype: torch.dtype | None = None, frozen: Frozen = None) -> dict[str, Tensor]:
@@ -463,7 +465,7 @@ def _judge_module(
             raise Unlike(f"{where}{result} is {ours[result].dtype}, not {right.dtype}")
     units = {result: torch.finfo(right.dtype).eps / 2 for result, right in due.items()}
     slack = interpreter_slack(torch.bfloat16 if trial.autocast else trial.x.dtype, trial.x.device.type)
-    errors, reason = compare({result: exact[result] for result in due}, due, ours, units, slack)
+    errors, reason = compare({result: exact[result] for result in due}, due, ours, units, slack, blur=trial.blur)
     if reason:
         largest = max(error for error, _ in errors.values())
         raise Unlike(f"they compute something else: {where}{reason}; the largest difference is {largest:.2g}", largest)
