@@ -154,7 +154,23 @@ def _set_aside() -> None:
     _MODULES_SET_ASIDE = len(sys.modules)
 
 
+class _NamesFailures:
+    """Says which test failed, and where, as soon as it has: of a run that is cut short nothing else would."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal: Any = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            where = getattr(report.longrepr, "reprcrash", None)
+            terminal.write_line("")
+            terminal.write_line(f"failed: {report.nodeid}: {where.message.splitlines()[0] if where else ''}")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_NamesFailures(config))
     if config.getoption("--long"):
         hypothesis_settings.register_profile("long", parent=hypothesis_settings.get_profile("busy"), max_examples=200)
         hypothesis_settings.load_profile("long")
