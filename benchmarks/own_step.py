@@ -2,6 +2,7 @@
 
     python benchmarks/own_step.py OUT.json [--models llama,qwen2] [--sizes 2k,16k] [--seconds 570] [--short] [--tiny]
     python benchmarks/own_step.py OUT.json --show
+    python benchmarks/own_step.py OUT.json --plot OUT.svg
 
 Models of transformers with real configurations and random weights: Llama-3.2-1B, Qwen2.5-0.5B, GPT-2 medium, BERT-base,
 ViT-base; about 2,048 and 16,384 tokens a step, or 16 and 128 pictures. By hand: bf16 autocast, or bf16 weights beside
@@ -875,6 +876,36 @@ def table(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def picture(document: Mapping[str, Any]) -> str:
+    """Both sides' steps of each cell that has both, as multiples of its floor, as SVG."""
+    from stepscope.core.answer import Answer, Frame, Panel, Point  # noqa: PLC0415  (beside PyTorch alone)
+    from stepscope.rendering.picture import draw_svg  # noqa: PLC0415
+
+    points: list[Point] = []
+    for name, cell in document["cells"].items():
+        best = {side: fastest(cell, side) for side in SIDES}
+        if None in best.values():
+            continue
+        floor, _ = floor_of(cell["work"], document["ceilings"])
+        times = [statistics.median(side) for side in zip(*finals_of(cell), strict=True)]
+        times = times or [cell["first"][side][best[side]]["step_s"] for side in SIDES]
+        points += [
+            Point(line=line, name=name, y=time / floor)
+            for line, time in zip(("by hand", "stepscope"), times, strict=True)
+        ]
+    note = "Floor: products at a large one's rate and AdamW's bytes, one after the other."
+    panel = Panel(x_title="", y_title="step / floor", points=tuple(points), kind="bars", frame=Frame(note=note))
+    return draw_svg(
+        Answer(
+            study="own step",
+            question="Whose step of a model that people train is faster?",
+            device=document["device"],
+            versions=document["versions"],
+            panels=(panel,),
+        )
+    )
+
+
 def _row(name: str, cell: Mapping[str, Any], rates: Mapping[str, float]) -> tuple[str, float | None]:
     floor, least = floor_of(cell["work"], rates)
     best = {side: fastest(cell, side) for side in SIDES}
@@ -918,7 +949,11 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models of the same classes")
     parser.add_argument("--first", action="store_true", help="the first round alone")
     parser.add_argument("--show", action="store_true", help="print what was kept")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw what was kept")
     asked = parser.parse_args()
+    if asked.plot:
+        asked.plot.write_text(picture(json.loads(asked.out.read_text())))
+        return
     if asked.show:
         print("\n".join(table(json.loads(asked.out.read_text()))))
         return
