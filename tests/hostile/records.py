@@ -24,7 +24,7 @@ from stepscope.core.formulas.operator_rules import (
     call_work,
     recorded_call,
 )
-from stepscope.traces.readers.kineto import BY_VALUES, Arguments, Event, decode_block
+from stepscope.traces.readers.kineto import BY_VALUES, Arguments, Event, block_decoder
 from stepscope.traces.roofline import shapes_label
 from tests.hostile.campaign import conclude, generator, parser
 from tests.hostile.captures import public
@@ -116,7 +116,7 @@ def fault_of(name: str, given: dict[str, Any]) -> str | None:
     Formulas are called without the net that is spread below them in a reading: they may say Unknown, and nothing else.
     """
     try:
-        (event,) = decode_block(json.dumps([{"ph": "X", "name": name, "args": given}]).encode())
+        (event,) = block_decoder()(json.dumps([{"ph": "X", "name": name, "args": given}]).encode())
         shapes, dtypes, values = _texts(event)
         shapes_label(shapes)
         call = recorded_call(name, shapes, dtypes, values=values, list_element_bytes=4)
