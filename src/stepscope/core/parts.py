@@ -384,7 +384,8 @@ NO_MODULES: dict[Part, str] = {
 LOSS_CHUNK_BYTES = 64 << 20
 """The bytes of logits that the fused loss has in memory at a time, where that is LOSS_LEAST_ROWS or more."""
 FEW_LABELS_CHUNK_BYTES = 1 << 30
-"""The same where few rows have labels: most of it is never touched, and one chunk needs no sum over chunks."""
+"""The bytes of logits in memory where few rows have labels: most are never touched, and one chunk needs no sum over
+chunks."""
 LOSS_LEAST_ROWS = 2048
 """The fewest rows of a chunk. Each chunk adds to the weight's gradient in fp32: 8 bytes a number, against 6 FLOPs for
 each row. At 700 TFLOP/s and 4.3 TB/s that is as long as the products of 217 rows."""

@@ -141,7 +141,7 @@ def test_a_recipe_that_leaves_all_layers_is_none():
 
 
 def test_what_no_linear_layer_multiplies_is_said():
-    """Of 8 rows of 16 numbers, the experts multiply each by 4 matrices of 16 x 16, and two layers by one each."""
+    """On 8 rows of 16 numbers the experts multiply each by 4 matrices of 16 x 16, and two layers by one each."""
     answer = study_block_shadow(to=("mxfp4",), factory=f"{PLANTED}:make_mixed", device="cpu")
     left, quiet = answer.findings[1:]
     assert (left.kind, left.severity, left.evidence["linear_share"]) == ("shadow-left", "warning", pytest.approx(2 / 6))

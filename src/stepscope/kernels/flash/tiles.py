@@ -223,8 +223,8 @@ def _without_dropped(tile, words, first_key, QUERIES: tl.constexpr, KEYS: tl.con
 
 @triton.jit
 def words_again(words, dropped):
-    """The same words, which the compiler takes for others: else it keeps what each bit was from one test to the next,
-    in registers that no kernel has."""
+    """`words`, unchanged, which the compiler takes for others: else it keeps what each bit was from one test to the
+    next, in registers that no kernel has."""
     return words ^ (dropped >> 8)
 
 

@@ -193,7 +193,7 @@ class Joint:
 
     @property
     def biases(self) -> Sequence[Tensor]:
-        """Of all layers, where each has one."""
+        """The biases of all layers, if each has one; else none."""
         biases = [layer.bias for layer in self.layers]
         return [] if any(bias is None for bias in biases) else biases
 

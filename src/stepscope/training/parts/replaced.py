@@ -249,7 +249,7 @@ def _why_not(module: nn.Module, of: LanguageModel, call: Mapping[str, Any]) -> s
     whole = all(map(_only_watched, of.around_head(module)[1:]))
     if not whole or not _is_plain(of.head_of(module), biased=of.transform != ()):
         return f"its head {of.head} is no plain linear layer: it has an adapter, a bias, a hook, or is in shards"
-    # Of masked language models transformers knows none, and would warn: a break in a compiled graph.
+    # Transformers knows no loss of masked language models, and would warn: a break in a compiled graph.
     if of.loss is not None and _loss_function(module) is not of.loss:
         return "its loss function is another one than was held"
     if getattr(config, "return_dict", True) is False:
