@@ -11,10 +11,10 @@ Apart, each projection is a product of its own, and backward adds up as many gra
 products fill a GPU better, the sum over projections is made inside one product, and nothing is added afterwards.
 
 W is no copy where the weights lie one behind the other in memory (`lie_together`); elsewhere they are put together
-first. The gradients dy are no copy either where they lie side by side, as the fused SwiGLU leaves them; elsewhere they
-are copied when they are there. A compiler is kept from doing this while it makes them: for each number of dy it would
-compute all projections' gradients and choose one (RoPE's took it 15 times as long as its bytes need). The results are
-views of y, so as long as one is kept, all are. Under autocast W is cast in forward and again in backward.
+first. Neither is dy where the gradients lie side by side, as the fused SwiGLU leaves them; else the operator copies
+them. A compiler that fused this copy with what makes the gradients would compute all of them for each number of dy, and
+choose one. The results are views of y, so as long as one is kept, all are. Under autocast W is cast in forward and
+again in backward.
 
     patch_products(x, W, b)  ->  the convolution of x (..., C, H, W) whose stride is its kernel (p, q), as one product
 
