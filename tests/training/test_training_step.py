@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.workloads import Workload
+from stepscope.kernels.parts.projections import joint_projections
 from stepscope.recording.capture import covered_length
 from stepscope.recording.compilation import compile_report, reset_compilation
 from stepscope.recording.device import HostDevice
@@ -21,6 +25,7 @@ from stepscope.training.training_step import (
     StepParts,
     TrainingStep,
     check_supported,
+    keep_compiled_functions,
     textbook_parts,
 )
 from tests.conftest import at_length, mini, run_steps
@@ -233,6 +238,40 @@ def test_what_is_timed_under_compile_is_the_compiled_module():
     report = compile_report()
     assert report.frames_compiled >= 1 and report.graph_breaks == 0 and not report.limit_hit
     assert report.compile_s is not None and report.compile_s > 0
+
+
+@pytest.mark.long
+def test_a_graph_with_a_function_of_ours_is_compiled_once_and_found_again_on_disk():
+    """PyTorch keeps none with an autograd.Function unless it is asked. One of another backward is not taken for it."""
+    x, weights = torch.randn(4, 8), [torch.randn(2, 8), torch.randn(3, 8)]
+
+    def gradient(factor: float) -> Tensor:
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x * 2.0
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+                return gradients[0] * factor
+
+        def calls(x: Tensor) -> Tensor:
+            first, second = joint_projections(Scaled.apply(x), weights)  # pyright: ignore[reportArgumentType]
+            return first.sum() + second.sum()
+
+        reset_compilation()
+        of = x.clone().requires_grad_()
+        torch.compile(calls)(of).backward()
+        assert of.grad is not None
+        return of.grad
+
+    once = sum(weight.sum(0) for weight in weights).expand(4, 8)  # pyright: ignore[reportAttributeAccessIssue]
+    keep_compiled_functions()
+    with fresh_cache():
+        for factor, found in ((1.0, False), (1.0, True), (3.0, False)):
+            torch.testing.assert_close(gradient(factor), factor * once)
+            of_autograd = counters["aot_autograd"]
+            assert (of_autograd["autograd_cache_bypass"], of_autograd["autograd_cache_hit"]) == (0, int(found))
 
 
 @pytest.mark.long

@@ -9,11 +9,13 @@ the forward phase calls `forward_module`, and that is the compiled module whenev
 
 import contextlib
 import functools
+import hashlib
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -503,6 +505,7 @@ def block_runner(workload: TextbookWorkload) -> BlockRunner:
 def _compiled(parts: StepParts, mode: str) -> nn.Module:
     """What the forward phase calls, compiled; each block by itself in mode `blocks`."""
     # fullgraph stays off: a graph break must be found and reported, not hidden by a refusal to run.
+    keep_compiled_functions()
     if mode == "blocks":
         if not parts.blocks:
             raise InputError("compile mode blocks needs a model whose blocks are known: choose default")
@@ -512,6 +515,29 @@ def _compiled(parts: StepParts, mode: str) -> nn.Module:
     compiled = torch.compile(parts.forward, mode=None if mode == "default" else mode)
     assert isinstance(compiled, nn.Module)
     return compiled
+
+
+@functools.cache
+def keep_compiled_functions() -> None:
+    """Let torch's cache on disk keep compiled graphs that hold an autograd.Function, as our kernels do.
+
+    PyTorch leaves them out unless it is asked, so that each process traces backward and partitions the graph again: a
+    Qwen-like model of half a billion parameters took 28 to 39 s where its kernels were on disk already, after 43. The
+    key holds what both directions of a Function were traced to, and here also the kernels' sources, since how the
+    outputs of an operator look is no part of what was traced.
+    """
+    from torch._functorch import config as of_autograd  # noqa: PLC0415  (which torch.compile loads)
+    from torch.compiler import config as of_compiler  # noqa: PLC0415
+
+    from stepscope.kernels import operators  # noqa: PLC0415
+
+    name = "autograd_cache_allow_custom_autograd_functions"
+    if hasattr(of_autograd, name):
+        setattr(of_autograd, name, True)
+        digest = hashlib.sha256()
+        for file in sorted(Path(operators.__file__).parent.rglob("*.py")):
+            digest.update(file.read_bytes())
+        of_compiler.cache_key_tag += f"stepscope-{digest.hexdigest()[:16]}"
 
 
 LEARNING_RATE = 1e-4
