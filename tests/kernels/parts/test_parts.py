@@ -1,5 +1,6 @@
 """The fused parts against float64: on a GPU, or without one in Triton's interpreter (conftest.py)."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -88,6 +89,9 @@ def test_gradients_are_those_of_finite_differences():
     check(lambda x, weight: rms_norm(x, None, weight, 1e-5)[1], x, weight)
     check(lambda x, branch, weight: rms_norm(x, branch, weight, 1e-5), x, branch, weight)
     check(lambda q, k: rotated(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin()), q, k)
+    # Any tables: of each sequence, of a part of the width, and with halves of their own.
+    for cos, sin in ((normal(2, 3, 4), normal(2, 3, 4, seed=1)), (normal(1, 3, 2), normal(1, 3, 2, seed=1))):
+        check(functools.partial(rotated, cos=cos.detach(), sin=sin.detach()), normal(2, 2, 3, 4), normal(2, 1, 3, 4))
     check(silu_product, normal(2, 7), normal(2, 7, seed=1))
     check(lambda x, weight: linear_cross_entropy(x, weight, targets, z_loss=0.1), normal(3, 5), normal(7, 5))
 
@@ -282,6 +286,7 @@ def test_under_autocast_outputs_have_its_dtype_and_gradients_their_inputs():
         (lambda: rms_norm(normal(2, 4), normal(4), normal(4), 1e-5), "norm fused takes"),
         (lambda: rotated(normal(1, 2, 3, 5), normal(1, 2, 3, 5), *[normal(3, 5)] * 2), "with an even D up to 1024"),
         (lambda: rotated(normal(1, 2, 3, 4), normal(1, 2, 3, 4), *[normal(2, 4)] * 2), r"tables \(S or more, D\)"),
+        (lambda: rotated(*[normal(2, 2, 3, 4)] * 2, *[normal(3, 3, 4)] * 2), r"tables \(S or more, D\), or"),
         (lambda: silu_product(normal(2, 4), normal(2, 5)), "mlp fused takes gate and up"),
         (lambda: silu_product(normal(2).int(), normal(2).int()), "mlp fused takes fp32, bf16, fp16 or fp64, not int32"),
         (lambda: linear_cross_entropy(normal(2, 4), normal(5, 4), torch.zeros(3)), "loss fused takes x"),
@@ -319,6 +324,25 @@ def test_a_compiler_takes_every_part_without_a_graph_break():
     right = torch.autograd.grad(all_parts(x, weight, head), [x, weight, head])
     compiled = torch.compile(all_parts, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(torch.autograd.grad(compiled(x, weight, head), [x, weight, head]), right)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 8), (1, 3, 5, 8)])
+@pytest.mark.parametrize("rotary", [8, 6])
+def test_tables_of_each_sequence_and_of_a_part_of_the_width_turn_as_written_out(sizes: tuple[int, ...], rotary: int):
+    q, k = normal(*sizes), normal(sizes[0], 1, *sizes[2:], seed=1)
+    cos, sin = (normal(sizes[0], sizes[2], rotary, seed=seed).detach() for seed in (2, 3))
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x[..., :rotary].chunk(2, dim=-1)
+        both = x[..., :rotary] * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
+        return torch.cat([both, x[..., rotary:]], -1)
+
+    found, right = rotated(q, k, cos, sin), (turned(q), turned(k))
+    torch.testing.assert_close(found, right)
+    upstream = [torch.randn_like(each) for each in right]
+    torch.testing.assert_close(
+        torch.autograd.grad(found, [q, k], upstream), torch.autograd.grad(right, [q, k], upstream)
+    )
 
 
 def test_gradients_of_halves_of_the_same_rows_are_halves_of_the_same_rows():

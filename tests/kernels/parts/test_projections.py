@@ -70,6 +70,50 @@ def test_weights_that_lie_together_and_gradients_side_by_side_are_never_copied(m
     torch.testing.assert_close(x.grad, right.expand(2, 4, -1))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_a_fused_rotation_are_not_copied_either(compiled: bool, monkeypatch: pytest.MonkeyPatch):
+    """Of its queries and keys; those of the value are put beside them."""
+    pytest.importorskip("triton")
+    from stepscope.kernels.parts.rope import rotated
+
+    widths = (3 * 4, 4, 4)
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE)
+
+    cos, sin = normal(5, 4), normal(5, 4)
+    leaves = [each.requires_grad_() for each in (normal(2, 5, 7), *(normal(width, 7) for width in widths))]
+    copied: list[int] = []
+
+    def beside(gradients: Any) -> Tensor:
+        before = gradients[0].data_ptr()
+        rows = of_gradients(gradients)
+        copied.append(sum(each.shape[1] for each in gradients) if rows.data_ptr() != before else widths[2])
+        return rows
+
+    of_gradients = projections._beside
+    monkeypatch.setattr(projections, "_beside", beside)
+
+    def attend(function: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in function(x, weights))
+        q, k = rotated(q, k, cos, sin)
+        return (q * k.exp() * v.sin()).square().sum()
+
+    def apart(x: Tensor, weights: Any) -> list[Tensor]:
+        return [F.linear(x, weight) for weight in weights]
+
+    joint = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    found = torch.autograd.grad(joint(joint_projections, *leaves), leaves)
+    torch.testing.assert_close(found, torch.autograd.grad(attend(apart, *leaves), leaves))
+    assert copied == [widths[2]]
+    # Rows of the same layout whose other columns somebody else has are left alone.
+    rows, value = normal(10, sum(widths)), normal(10, 4)
+    kept = rows.clone()
+    whole = projections._beside([*rows.split(list(widths), 1)[:2], value])
+    assert torch.equal(rows, kept) and torch.equal(whole[:, -4:], value) and copied[-1] != widths[2]
+
+
 def test_a_compiler_is_not_given_the_copy_of_gradients_to_fuse():
     seen: list[str] = []
 

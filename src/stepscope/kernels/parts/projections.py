@@ -12,9 +12,9 @@ products fill a GPU better, the sum over projections is made inside one product,
 
 W is no copy where the weights lie one behind the other in memory (`lie_together`); elsewhere they are put together
 first. Neither is dy where the gradients lie side by side, as the fused SwiGLU leaves them; else the operator copies
-them. A compiler that fused this copy with what makes the gradients would compute all of them for each number of dy, and
-choose one. The results are views of y, so as long as one is kept, all are. Under autocast W is cast in forward and
-again in backward.
+them, and of those beside a fused rotation's the value's alone (`leave_room`). A compiler that fused this copy with what
+makes the gradients would compute all of them for each number of dy, and choose one. The results are views of y, so as
+long as one is kept, all are. Under autocast W is cast in forward and again in backward.
 
     patch_products(x, W, b)  ->  the convolution of x (..., C, H, W) whose stride is its kernel (p, q), as one product
 
@@ -62,17 +62,33 @@ def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return first.as_strided((_rows_of(weights), first.shape[1]), (first.shape[1], 1)).to(dtype)
 
 
+def leave_room(rows: Tensor, taken: int) -> None:
+    """Let the columns of new rows from this one on belong to whoever puts other gradients beside those before it."""
+    setattr(rows.untyped_storage(), _TAKEN, taken)  # which dies with its memory, and which all views of it share
+
+
+_TAKEN = "columns_taken"
+
+
 def _beside(gradients: Sequence[Tensor]) -> Tensor:
-    """Gradients (R, N_i) as (R, sum N_i): a view where they are parts of the same rows, else a copy."""
+    """Gradients (R, N_i) as (R, sum N_i): a view where they are parts of the same rows, else a copy. Where the first of
+    them are parts of rows with room for the others, these alone are copied."""
     first = gradients[0]
     width = sum(gradient.shape[1] for gradient in gradients)
-    place, memory = first.data_ptr(), first.untyped_storage().data_ptr()
-    for gradient in gradients:
-        alike = gradient.data_ptr() == place and gradient.untyped_storage().data_ptr() == memory
-        if not alike or gradient.stride() != (width, 1):
-            return torch.cat(list(gradients), dim=1)
-        place += gradient.shape[1] * gradient.element_size()
-    return first.as_strided((first.shape[0], width), (width, 1))
+    place, memory = first.data_ptr(), first.untyped_storage()
+    apart = [*gradients]
+    while apart and apart[0].data_ptr() == place and apart[0].untyped_storage().data_ptr() == memory.data_ptr():
+        if apart[0].stride() != (width, 1):
+            break
+        place += apart.pop(0).shape[1] * first.element_size()
+    taken = width - sum(gradient.shape[1] for gradient in apart)
+    room = getattr(memory, _TAKEN, None) == taken and all(gradient.dtype == first.dtype for gradient in apart)
+    if apart and not room:
+        return torch.cat(list(gradients), dim=1)
+    rows = first.as_strided((first.shape[0], width), (width, 1))
+    for gradient, columns in zip(apart, rows[:, taken:].split([each.shape[1] for each in apart], 1), strict=False):
+        columns.copy_(gradient)
+    return rows
 
 
 def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
