@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 from torch.func import functional_call
 
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
@@ -604,6 +606,91 @@ def test_a_compiler_finds_one_graph():
     loss = whole(**batch()).loss
     loss.backward()
     assert same((float(loss.detach()), [p.grad.double() for p in model.parameters() if p.grad is not None]), own)
+
+
+TOKENS = [[3, 3, 0, 4, 9, 3, 66, 0, 3, 3, 3], [3, 3, 5, 3, 3, 3, 3, 3, 9, 0, 66]]
+"""One of them more often than a program sums up at once, and BERT's padding, whose row has no gradient of its own."""
+
+
+def nodes_of(loss: Tensor) -> set[str]:
+    """The names of the operations that backward of a loss goes through."""
+    names, waiting, seen = set[str](), [loss.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            names.add(node.name())
+            waiting += [each for each, _ in node.next_functions]
+    return names
+
+
+@pytest.mark.parametrize("kind", ["Qwen2", *at_length("Bert")])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("_compiled_anew")
+def test_a_tied_embedding_adds_its_gradient_to_the_head_s(kind: str, compiled: bool):
+    """Over two micro-batches, with a hook on each whole gradient; a copy and a pickled model do the same."""
+    model = language_model(tie_word_embeddings=True) if kind == "Qwen2" else masked_model(kind)
+    tokens = torch.tensor(TOKENS, device=DEVICE)
+    batches = [{**batch(), "input_ids": each} for each in (tokens, tokens.flip(0))]
+
+    def gradients(model: Any) -> tuple[float, list[Tensor]]:
+        model.zero_grad()
+        ready: list[Tensor] = []
+        weight = model.get_input_embeddings().weight
+        assert weight is model.get_output_embeddings().weight
+        handle = weight.register_post_accumulate_grad_hook(lambda p: ready.append(p.grad.clone()))
+        for each in batches:
+            (0.5 * model(**each).loss).backward()
+        handle.remove()
+        assert len(ready) == 2 and torch.equal(ready[1], weight.grad)
+        return 0.0, [torch.cat([p.grad.flatten() for p in model.parameters()]), *ready]
+
+    own, described = gradients(model), repr(model)
+    replaced = replace_parts(model, loss="fused")
+    assert "_TiedBackward" in nodes_of(model(**batches[0]).loss) and repr(model) == described
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert same(gradients(each), own)
+    if compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
+    assert same(gradients(model), own) and same(gradients(model), own)
+    replaced.restore()
+    assert type(model.get_input_embeddings()) is nn.Embedding
+
+
+def test_an_embedding_of_its_own_or_a_frozen_one_or_a_scaled_one_keeps_its_backward():
+    """Also a weight that is tied no longer, and a loss that may hold its gradients."""
+    model = language_model(tie_word_embeddings=True)
+    replace_parts(model, loss="fused")
+    assert "_TiedBackward" in nodes_of(model(**batch()).loss)
+    model.get_input_embeddings().scale_grad_by_freq = True
+    assert "_TiedBackward" not in nodes_of(model(**batch()).loss)
+    model.get_input_embeddings().scale_grad_by_freq = False
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert "_TiedBackward" not in nodes_of(model(**batch()).loss)
+    apart = language_model()
+    replace_parts(apart, loss="fused")
+    assert "_TiedBackward" not in nodes_of(apart(**batch()).loss)
+    compiled = language_model(tie_word_embeddings=True)
+    replace_parts(compiled, loss="compiled")
+    assert type(compiled.get_input_embeddings()) is nn.Embedding
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_compiled_anew")
+def test_a_compiler_copies_no_table_of_a_tied_embedding():
+    model = language_model(tie_word_embeddings=True)
+    own = numbers(model)
+    replace_parts(model, loss="fused")
+    compiled: Any = torch.compile(model, fullgraph=True)
+
+    def step() -> None:
+        compiled(**batch()).loss.backward()
+
+    _, codes = run_and_get_code(step)
+    (code,) = (each for each in codes if "stepscope.add_embedded" in each)
+    (table,) = re.findall(r"stepscope\.add_embedded\.default\((\w+),", code)
+    assert re.search(rf"return \(.*\b{table}\b", code) and f"empty_strided_{DEVICE.type}((67, 32)" not in code
+    assert same(numbers(model), own)
 
 
 def test_a_model_without_such_a_loss_is_one_line():

@@ -426,6 +426,8 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is operators that a step's count sees. What launches its kernels by itself shows in a trace alone."""
     few_labels: bool = False
     """Whether a loss takes a bias, and computes nothing of rows without a label: those of a masked language model."""
+    own_gradients: bool = False
+    """Whether nobody else holds the gradients that a loss gives, so that a tied embedding may add its own in place."""
 
     def fault(self, device_type: str, dtype: TensorDtype, width: int | None = None) -> str | None:
         """Why it does not run this on this machine, in words that follow its name; None where it does."""
@@ -470,12 +472,12 @@ class PartFound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _fused(
-    function: str, saves: str, signs: str, largest_width: int | None = None, *, few_labels: bool = False
+    function: str, saves: str, signs: str, largest_width: int | None = None, *, of_models: bool = False
 ) -> PartRecord:
     return PartRecord(
         function=f"stepscope.kernels.parts.{function}", dtypes=_FUSED, package="triton", interpreted=True,
         saves=saves, predicted=True, signs=rf"^(?:stepscope::)?(?:{signs})", operators=True,
-        largest_width=largest_width, few_labels=few_labels,
+        largest_width=largest_width, few_labels=of_models, own_gradients=of_models,
     )  # fmt: skip
 
 
@@ -534,8 +536,9 @@ _PARTS: dict[Part, dict[Kernels, PartRecord]] = {
         "fused": _fused(
             "loss:linear_cross_entropy",
             "its own gradients: of the hidden state, R M, and of the head, V M: in fp32, or bf16 of one chunk",
-            "linear_cross_entropy_(?:forward|backward)$|cross_entropy_rows$|scaled_by$",
-            few_labels=True,
+            "linear_cross_entropy_(?:forward|backward)$|cross_entropy_rows$|scaled_by$|add_embedded$"
+            "|add_rows_of_tokens$",
+            of_models=True,
         ),
         "liger": _liger(
             "linear_cross_entropy", "its own gradients: of the hidden state, R M, and of the head, V M",

@@ -184,6 +184,23 @@ def test_products_stop_at_the_last_row_with_a_label(chunked: bool, labels: int, 
     is_near(found, loss_and_gradients(dense, leaves, targets), loss_and_gradients(dense, exact, targets))
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 40, 300])
+@pytest.mark.parametrize("padding", [-1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_embedding_s_gradient_is_added_to_the_rows_of_its_tokens(dtype: torch.dtype, padding: int, tokens: int):
+    """Each row is rounded once, and the same bits come twice. In the interpreter rounding is towards zero."""
+    generator = torch.Generator().manual_seed(tokens)
+    numbers = (5 * torch.rand(tokens, generator=generator) ** 3).long().to(DEVICE)
+    table, rows = normal(7, 70, dtype=dtype).detach(), normal(tokens, 70, dtype=dtype, seed=1).detach()
+    right = table.double().index_add(0, numbers, rows.double() * (numbers != padding)[:, None])
+    found = [table.clone(), table.clone()]
+    for each in found:
+        of_loss._add_embedded(each, numbers.view(1, -1), rows, padding)  # pyright: ignore[reportPrivateUsage]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0][5:], table[5:])
+    bound = (2**-7 if DEVICE.type == "cpu" else 2**-8) if dtype == torch.bfloat16 else 2**-18
+    assert ((found[0].double() - right).abs() <= bound * right.abs() + 1e-5).all()
+
+
 @pytest.mark.gpu
 def test_one_graph_serves_batches_with_any_number_of_labels():
     rows, vocabulary, width = 3000, 30522, 768

@@ -30,15 +30,20 @@ whole vocabulary: of small batches dz is copied as pieces of it, whose products 
 A target that is neither a token nor `ignore_index` is an error, as it is to PyTorch: on a CPU an IndexError, on a GPU
 an assertion in the kernel that reads it, for which no step waits. If all targets are ignored, the loss is NaN, as
 PyTorch's is, and the gradients are zero.
+
+An embedding whose weight is the head's, too, has a gradient in the rows of the batch's tokens alone. `TiedEmbedding`
+adds it to dW in place, each row once, as the sum in fp32 of the head's row and of its tokens': PyTorch makes a table of
+V M zeros, adds the tokens' rows to it, and then adds two tables.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
@@ -59,6 +64,10 @@ _BESIDE = 8
 """The columns beside a weight's with its bias: one, and as many as rows need to begin at multiples of 16 bytes."""
 _FP16_FACTOR = 256.0
 """What gradients of logits are multiplied by in fp16: |dz| is at most 1, and p is often below fp16's least number."""
+_OFTEN = 8
+"""Tokens that are there more often than that have programs of their own for their gradients, each with few columns."""
+_OFTEN_ROWS, _OFTEN_BLOCK = 64, 64
+_EMBEDDED_BLOCK = 1024
 
 
 @triton.jit
@@ -137,6 +146,47 @@ def scaled_by(x, out, gradient, count, divisor, numbers, WIDE: tl.constexpr, BLO
         factor /= tl.maximum(tl.load(count), 1).to(WIDE) * divisor
     values = tl.load(x + at, mask=inside, other=0.0).to(WIDE) * factor
     tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_rows_of_tokens(
+    table, rows, tokens, order, count, width, padding, OFTEN: tl.constexpr, LESS: tl.constexpr, ROWS: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """table[t] += the sum of rows[order[i]] over each i with tokens[i] = t; tokens are sorted. OFTEN: whether this
+    launch takes the tokens that are there more than LESS times, by the first multiple of LESS among their places. The
+    other launch takes the rest, by their first place."""
+    first = tl.program_id(0)
+    if OFTEN:
+        place = first * LESS
+        token = tl.load(tokens + place)
+        before = tl.load(tokens + place - LESS, mask=place >= LESS, other=-1)
+        back = place - 1 - tl.arange(0, LESS)
+        alike = tl.load(tokens + back, mask=back >= 0, other=-1) == token
+        first = place - tl.sum(alike.to(tl.int32), 0)
+    else:
+        token = tl.load(tokens + first)
+        before = tl.load(tokens + first - 1, mask=first > 0, other=-1)
+    more = tl.load(tokens + first + LESS, mask=first + LESS < count, other=-1) == token
+    if not OFTEN:
+        more = more == 0
+    if (before != token) & (token != padding) & more:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        target = table + token.to(tl.int64) * width + column
+        total = tl.load(target, mask=inside, other=0.0).to(WIDE)
+        going = first < count
+        while going:
+            index = first + tl.arange(0, ROWS)
+            mine = tl.load(tokens + index, mask=index < count, other=-1) == token
+            source = tl.load(order + index, mask=mine, other=0)
+            values = tl.load(
+                rows + source[:, None] * width + column[None, :], mask=mine[:, None] & inside[None, :], other=0.0
+            )
+            total += tl.sum(values.to(WIDE), 0)
+            first += ROWS
+            going = tl.load(tokens + first, mask=first < count, other=-1) == token
+        tl.store(target, total.to(table.dtype.element_ty), mask=inside)
 
 
 def _forward(
@@ -391,3 +441,80 @@ def linear_cross_entropy(
         recorded and (weight.requires_grad or (bias is not None and bias.requires_grad)),
     )
     return _Loss.apply(rows, weight, bias, targets.reshape(-1), (ignore_index, z_loss), needs, few_labels)
+
+
+# ---- an embedding of the head's weight
+
+
+def _add_embedded(table: Tensor, tokens: Tensor, rows: Tensor, padding: int) -> None:
+    """Add to rows of the table the sums of the tokens' rows, but for those of `padding`."""
+    if not tokens.numel():
+        return
+    numbers, order = torch.sort(tokens.reshape(-1).to(torch.int32), stable=True)
+    rows, width, count = rows.reshape(len(numbers), -1).contiguous(), table.shape[1], len(numbers)
+    block = min(power_of_two(width), _EMBEDDED_BLOCK)
+    ways = (
+        (False, (count, tiles_of(width, block)), _OFTEN, block, 4),
+        (True, (tiles_of(count, _OFTEN), tiles_of(width, _OFTEN_BLOCK)), _OFTEN_ROWS, _OFTEN_BLOCK, 4),
+    )
+    for often, grid, at_once, columns, warps in ways[: 2 if count > _OFTEN else 1]:
+        launch_at(
+            table, add_rows_of_tokens, grid, table, rows, numbers, order, count, width, padding, OFTEN=often,
+            LESS=_OFTEN, ROWS=at_once, WIDE=wide(table.dtype), BLOCK=columns, num_warps=warps,
+        )  # fmt: skip
+
+
+operators.define(
+    "add_embedded(Tensor(a!) table, Tensor tokens, Tensor rows, int padding) -> ()",
+    _add_embedded,
+    lambda *_: None,
+)
+
+
+class _Tied(torch.autograd.Function):
+    """Rows of a weight, and the weight once more for its head: backward runs when it has the gradients of both."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(tokens)
+        ctx.padding = -1 if padding is None else padding
+        return F.embedding(tokens, weight), weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        operators.refuse_second_derivative("a tied embedding")
+        (tokens,), rows, table = ctx.saved_tensors, gradients[0], gradients[1].contiguous()
+        run = torch.ops.stepscope.add_embedded if operators.watched(table, rows) else _add_embedded
+        run(table, tokens, rows, ctx.padding)
+        return table, None, None
+
+
+class TiedEmbedding(nn.Embedding):
+    """An embedding whose weight is its model's head, too. While that computes its loss, the embedding adds its gradient
+    to the head's in place. So the loss must give a gradient that nobody else holds; that of this file does."""
+
+    _stepscope_original = nn.Embedding
+    _for_head: list[Tensor] | None = None
+    """The weight for the head once the embedding was called. None while no loss is computed."""
+
+    def run_for_head(self, run: Callable[[], Any]) -> tuple[Any, Tensor]:
+        """The result of what calls the embedding, and the weight that the head must take."""
+        self._for_head = for_head = []
+        try:
+            result = run()
+        finally:
+            self._for_head = None
+        return result, for_head[0] if for_head else self.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The rows of the tokens."""
+        plain = self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
+        recorded = torch.is_grad_enabled() and self.weight.requires_grad and self.weight.is_contiguous()
+        if self._for_head is None or self._for_head or not plain or not recorded:
+            return super().forward(input)
+        rows, weight = _Tied.apply(self.weight, input, self.padding_idx)
+        self._for_head.append(weight)
+        return rows
+
+
+TiedEmbedding.__name__ = nn.Embedding.__name__  # models are described in the words of before

@@ -118,6 +118,13 @@ class LanguageModel:
     """The function that computes its loss from logits; None of a masked language model, whose forward has it."""
     transform: tuple[str, ...] = ()
     """What a masked language model has between base and head, one after the other."""
+    embedding: str = ""
+    """The path of the embedding of its tokens; empty where there is none of PyTorch's."""
+
+    def embedding_of(self, module: nn.Module) -> Any:
+        """The embedding of such a model's tokens; None where it has none by now."""
+        path = self.embedding.split(".") if self.embedding else ["_"]
+        return functools.reduce(lambda home, name: getattr(home, name, None), path, module)
 
     def head_of(self, module: nn.Module) -> Any:
         """The head of such a model."""
@@ -159,13 +166,26 @@ def language_model(module: nn.Module) -> LanguageModel | None:
     if head is None or type(head_module) is not nn.Linear:
         return None
     home = LanguageModel(base, head, None).around_head(module)[-1]
+    of_tokens = _tokens_embedding(module)
+    embedding = next((name for name, each in module.named_modules() if each is of_tokens), "")
     for names in _TRANSFORMS:
         if all(name == _GELU or hasattr(home, name) for name in names):
-            return LanguageModel(base, head, None, names)
+            return LanguageModel(base, head, None, names, embedding)
     if head not in children or head_module.bias is not None:
         return None
     loss = _loss_function(module)
-    return LanguageModel(base, head, loss) if callable(loss) and isinstance(loss, Hashable) else None
+    of_causal = LanguageModel(base, head, loss, embedding=embedding)
+    return of_causal if callable(loss) and isinstance(loss, Hashable) else None
+
+
+def _tokens_embedding(module: Any) -> nn.Module | None:
+    """The embedding of tokens, as a model of Hugging Face's names it; None of a class that may compute another one."""
+    try:
+        embedding = module.get_input_embeddings()
+    except (AttributeError, NotImplementedError):  # a base that is no such model
+        return None
+    kind = type(embedding)
+    return embedding if getattr(kind, "_stepscope_original", kind) is nn.Embedding else None
 
 
 @dataclass(frozen=True)
@@ -215,19 +235,25 @@ def loss_forward(original: Callable[..., Any], kernel: Callable[..., Tensor], of
         if why is not None:
             _say_own(self, why)
             return original(self, *args, **kwargs)
-        outputs = getattr(self, of.base)(**{name: value for name, value in call.items() if name in _PASSED})
+        passed = {name: value for name, value in call.items() if name in _PASSED}
+        run, head, embedding = (
+            functools.partial(getattr(self, of.base), **passed),
+            of.head_of(self),
+            of.embedding_of(self),
+        )
+        tied = hasattr(embedding, "run_for_head") and embedding.weight is head.weight
+        outputs, weight = embedding.run_for_head(run) if tied else (run(), head.weight)
         hidden, labels = outputs[0], call["labels"].to(outputs[0].device)
         if hidden.shape[:-1] != labels.shape:  # a base that puts positions of its own beside those of the input
             _say_own(self, "its base returns other positions than it gets")
             return original(self, *args, **kwargs)
-        head = of.head_of(self)
         if of.transform:
-            loss = kernel(of.transformed(self, hidden), head.weight, labels, head.bias, few_labels=True)
+            loss = kernel(of.transformed(self, hidden), weight, labels, head.bias, few_labels=True)
             # In the dtype of the logits, as PyTorch's; autocast makes that fp32.
             loss = loss if torch.is_autocast_enabled(loss.device.type) else loss.to(hidden.dtype)
             return returned(loss=loss, **{name: getattr(outputs, name, None) for name in rest})
         targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        loss = kernel(hidden, head.weight, targets)
+        loss = kernel(hidden, weight, targets)
         counted = call.get("num_items_in_batch")
         if counted is not None:  # micro-batches of one step, whose sums count alike
             own_count = (targets != IGNORED).sum()
@@ -581,6 +607,7 @@ def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
         unlike = replacement if isinstance(replacement, Unlike) else None
         if not isinstance(replacement, Unlike):
             module.__class__ = replacement
+            _tie(module, part, name, ways[0])
         # Modules that differ by unequal numbers are one line, with the largest.
         kind = "" if unlike is None else "differs" if unlike.error < float("inf") else unlike.why
         outcomes.setdefault((type(module).__name__, unlike is None, kind), []).append((path, unlike))
@@ -594,6 +621,15 @@ def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
             PartFound(part=part, kernels=name, type=kind, modules=len(each), replaced=fits, why=why, where=each[0][0])
         )
     return records
+
+
+def _tie(module: nn.Module, part: Part, name: Kernels, way: _Way) -> None:
+    """Let an embedding whose weight is the head's add its gradient to the head's, where the loss allows that."""
+    embedding = None if way.language_model is None else way.language_model.embedding_of(module)
+    if PARTS[part][name].own_gradients and type(embedding) is nn.Embedding:
+        from stepscope.kernels.parts.loss import TiedEmbedding  # noqa: PLC0415  (it needs Triton)
+
+        embedding.__class__ = TiedEmbedding
 
 
 def _ways(module: nn.Module, part: Part) -> list[_Way]:
