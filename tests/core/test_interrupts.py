@@ -4,12 +4,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from stepscope.core import interrupts
 from stepscope.core.run_directory import load_runs
 from tests.app.cli.test_cli import run_until
 from tests.conftest import at_length
@@ -87,6 +89,27 @@ def told(process: "subprocess.Popen[str]", timeout: float) -> tuple[str, str]:
         return process.communicate(timeout=timeout)
     finally:
         process.kill()
+
+
+def test_a_signal_that_another_thread_receives_ends_a_wait():
+    """As of a pool's thread: the main thread's own system call goes on."""
+
+    def receive() -> None:
+        time.sleep(0.3)  # the main thread waits by then
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    waited_for = subprocess.Popen(["sleep", "60"])
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts.raising():
+            threading.Thread(target=receive).start()
+            interrupts.awaited(waited_for.wait)
+        assert time.monotonic() - began < 30
+    finally:
+        waited_for.kill()
+    assert interrupts.awaited(waited_for.wait) == -signal.SIGKILL
+    with pytest.raises(subprocess.TimeoutExpired):
+        interrupts.awaited(lambda: subprocess.run(["sleep", "60"], timeout=0.1, check=False))
 
 
 def test_a_signal_that_is_ignored_stays_so(tmp_path: Path):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 # `_signal` is built in. `signal`, `threading` and `ctypes` take ten milliseconds to import, and Ctrl-C would print a
 # traceback meanwhile.
@@ -37,6 +37,7 @@ SAME_REQUEST_S = 0.5
 _SHOW_CURSOR = b"\x1b[?25h"
 
 Reaction = Callable[[int, FrameType | None], None]
+_T = TypeVar("_T")
 
 
 class _State:
@@ -237,6 +238,37 @@ def _forget() -> None:
 
 _state = _State()
 _state.reaction = _end
+
+
+# A wait of the main thread that signals end.
+
+
+_LOOK_S = 0.5
+
+
+def awaited(call: Callable[[], _T]) -> _T:
+    """What a call that blocks returns: another thread makes it, and the main one looks for signals twice a second.
+
+    The system may hand a signal to any thread, as to one of a pool, and then it ends no system call of the main one.
+    """
+    import threading  # noqa: PLC0415
+
+    answers: list[_T] = []
+    errors: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            answers.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=make, daemon=True, name="waits")
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK_S)
+    if errors:
+        raise errors[0]
+    return answers[0]
 
 
 # The end of a process, without the seconds that Python takes to free torch's modules one by one.

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 
 from stepscope.core.errors import InputError, one_line, warn
+from stepscope.core.interrupts import awaited
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.core.units import counted
@@ -261,7 +262,7 @@ def _one(repository: Repository, side: Checkout, words: Sequence[str], folder: P
         start_new_session=True,
     )  # fmt: skip
     try:
-        _, output = process.communicate()
+        _, output = awaited(process.communicate)
     except BaseException:
         _end(process)
         raise

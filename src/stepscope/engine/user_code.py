@@ -111,7 +111,7 @@ class _Child:
             if self.interrupted:
                 self._process.send_signal(signal.SIGINT)
             try:
-                return _waited(self._process)
+                return interrupts.awaited(self._process.wait)
             except BaseException:
                 self._process.kill()
                 raise
@@ -124,19 +124,6 @@ class _Child:
                 self._process.send_signal(signal.SIGINT)
         elif self._process is not None and time.monotonic() > self._interrupted_at_s + interrupts.SAME_REQUEST_S:
             self._process.kill()
-
-
-def _waited(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the process to end; returns its exit code."""
-    waiter = threading.Thread(target=process.wait, daemon=True)
-    waiter.start()
-    while waiter.is_alive():
-        waiter.join(_LOOK_S)
-    return process.wait()
-
-
-_LOOK_S = 0.5
-"""How often the main thread looks for signals: one that another thread received ends none of its system calls."""
 
 
 @contextlib.contextmanager

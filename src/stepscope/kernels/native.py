@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.core.errors import InputError, one_line, printable, warn
 from stepscope.core.files import cache_directory, replace_file
+from stepscope.core.interrupts import awaited
 from stepscope.kernels.launching import ALIGNMENT_BYTES, interpreted, launches_watched
 from stepscope.kernels.operators import HERE
 from stepscope.kernels.operators import watched as is_watched
@@ -182,11 +183,11 @@ def _run(command: list[str], here: dict[str, str]) -> list[str]:
         start_new_session=True,
     ) as process:
         try:
-            out, _ = process.communicate(timeout=_PATIENCE_S)
+            out, _ = awaited(functools.partial(process.communicate, timeout=_PATIENCE_S))
         except BaseException as error:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its compiler, too
-            process.communicate()
+            process.wait()
             if isinstance(error, subprocess.TimeoutExpired):
                 return [f"it took more than {_PATIENCE_S:.0f} s"]
             raise

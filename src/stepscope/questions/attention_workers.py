@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
 
 from stepscope.core.attention_call import AttentionShape, AttentionVerdict, CallCompile, GateReport
 from stepscope.core.errors import named_line
+from stepscope.core.interrupts import awaited
 from stepscope.core.parts import Attention, TensorDtype
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "stepscope.questions.attention_workers")
@@ -65,7 +67,8 @@ def work_through(tasks: Sequence[WorkerTask], *, workers: int, deadline_s: float
             worker.start()
         for _ in tasks:
             try:
-                on_answer(*answers.get(timeout=min(threading.TIMEOUT_MAX, max(0.0, deadline_s - time.monotonic()))))
+                left_s = min(threading.TIMEOUT_MAX, max(0.0, deadline_s - time.monotonic()))
+                on_answer(*awaited(partial(answers.get, timeout=left_s)))
             except queue.Empty:
                 return
     finally:

@@ -20,6 +20,7 @@ import msgspec
 from stepscope.app.cli.output import emit, told_where_long
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose, warn
 from stepscope.core.formulas.spelled import cell_name, parameters_of
+from stepscope.core.interrupts import awaited
 from stepscope.core.options import BUDGET, MEASURING, OUTPUT, Argument, Option, Rule, verb
 from stepscope.core.run import REPEATED
 from stepscope.core.units import GIB, counted, format_bytes, format_rate, format_share, parse_bytes
@@ -595,11 +596,11 @@ def _started(words: Sequence[str], stdout: int = subprocess.DEVNULL) -> "subproc
 def _waited(process: "subprocess.Popen[bytes]") -> int:
     """The exit code; after Ctrl-C that of an interrupt, once the command has put away what it had."""
     try:
-        return process.wait()
+        return awaited(process.wait)
     except KeyboardInterrupt:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGINT)  # a terminal has told it already, `kill` has not
-        process.wait()
+        awaited(process.wait)
         return EXIT_INTERRUPTED
 
 
