@@ -200,6 +200,9 @@ def without_collector() -> Generator[None]:
         yield
     finally:
         if was_on:
+            # What was made counts as old from here on: the next object would have the collector search all of it.
+            gc.freeze()
+            gc.unfreeze()
             gc.enable()
 
 
