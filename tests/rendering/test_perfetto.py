@@ -1,6 +1,5 @@
 """What is written for Perfetto: valid, complete, and drawn rightly."""
 
-import dataclasses
 import gzip
 import json
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from stepscope.core.errors import InputError, printable
 from stepscope.rendering.chrome_trace import Rank, lanes, write_perfetto
@@ -232,7 +232,7 @@ def test_recorded_counters_stand_beside_their_device(tmp_path: Path):
         orient="row",
     )
     planted_one = traced([work(5, 10)], devices={0: "NVIDIA H200"})
-    with_counters = dataclasses.replace(planted_one, table=dataclasses.replace(planted_one.table, counters=recorded))
+    with_counters = replace(planted_one, table=replace(planted_one.table, counters=recorded))
     written(with_counters, tmp_path / "out.json")
     assert counters(tmp_path / "out.json") == {
         "device 0: NVIDIA H200 | bytes allocated": [(0.0, 100), (0.002, 50)],

@@ -1,7 +1,6 @@
 """Measured calls of attention, and the verdict of the gate on an implementation."""
 
 import math
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -353,8 +352,7 @@ def call_flops(shape: AttentionShape, *, backward: bool = False) -> int:
     return attention_flops(sizes, "half" if shape.causal else "full", backward=backward)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedByFormula:
+class SavedByFormula(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that autograd keeps for backward besides q, k and v, with the output where it keeps that."""
 
     bytes: int

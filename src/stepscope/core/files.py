@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import hashlib
 import importlib.util
 import itertools
 import os
@@ -171,10 +170,17 @@ def identity_of(record: msgspec.Struct, first_fields: Collection[str]) -> dict[s
 # A user's code, found and told apart by its content without running it.
 
 
+def sha256_of(content: bytes) -> str:
+    """The SHA-256 of the content, in hexadecimal digits."""
+    import hashlib  # noqa: PLC0415  (it loads OpenSSL)
+
+    return hashlib.sha256(content).hexdigest()
+
+
 def code_digest(file: Path) -> str:
     """A digest of a file of code; empty where it cannot be read."""
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+        return sha256_of(file.read_bytes())[:16]
     except OSError:
         return ""
 
@@ -184,7 +190,7 @@ def digest_with_imports(file: Path) -> str:
     files = files_imported(file)
     if not files:
         return code_digest(file)
-    return hashlib.sha256("".join(sorted(map(code_digest, (file, *files)))).encode()).hexdigest()[:16]
+    return sha256_of("".join(sorted(map(code_digest, (file, *files)))).encode())[:16]
 
 
 def files_imported(file: Path) -> list[Path]:

@@ -1,6 +1,5 @@
 """The sizes of a decoder-only transformer, and the presets by name."""
 
-import dataclasses
 import difflib
 import math
 import re
@@ -144,7 +143,7 @@ class ModelOptions(TypedDict, total=False):
 
 _STATED = get_type_hints(ModelOptions, include_extras=True)
 MODEL_OPTIONS: tuple[Option, ...] = tuple(
-    dataclasses.replace(get_args(_STATED[field])[1], name=field)
+    msgspec.structs.replace(get_args(_STATED[field])[1], name=field)
     for field in ModelConfig.__struct_fields__
     if field != "name"
 )

@@ -16,8 +16,9 @@ import keyword
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+import msgspec
 
 from stepscope.core.errors import InputError
 
@@ -35,8 +36,7 @@ GROUPS = (
 """The groups of options, in the order in which a help text shows them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(msgspec.Struct, frozen=True):
     """One option of the command line. In a signature, its parameter says name and type."""
 
     help: str
@@ -99,8 +99,7 @@ def refuse_beside(mode: str, *read: str) -> None:
         raise InputError(fault)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True):
     """Options that exclude or need one another."""
 
     kind: Literal["conflict", "needs", "unread", "alone"]
@@ -132,8 +131,7 @@ class Rule:
 # Verbs.
 
 
-@dataclass(frozen=True, slots=True)
-class Argument:
+class Argument(msgspec.Struct, frozen=True):
     """What a verb takes that no option names. In a signature, its parameter says name and type."""
 
     help: str
@@ -147,8 +145,7 @@ def file_or_run(files: str) -> Argument:
     return Argument(f"{files}, a run directory, a part of a run's name, or `last`.", names_a_run=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Verb:
+class Verb(msgspec.Struct, frozen=True):
     """One command of the command line."""
 
     name: str
@@ -157,7 +154,7 @@ class Verb:
     examples: tuple[str, ...] = ()
     """Two command lines, which the help shows."""
     conflicts: tuple[Rule, ...] = ()
-    defaults: Mapping[str, str] = field(default_factory=dict[str, str])
+    defaults: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
     """What an option is when it is left out, in words, where that is no constant of the signature."""
     common: tuple[str, ...] = ()
     """The options that `--help` shows, where `--help-all` shows more; empty: all of them."""

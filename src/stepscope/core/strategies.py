@@ -7,8 +7,10 @@ the activations follows from the step's tokens.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from stepscope.core.errors import InputError, choose
 
@@ -23,8 +25,7 @@ BATCH, SEQUENCE, PRODUCTS, LAYERS = "batch", "sequence", "products", "layers"
 """What a strategy divides among the ranks."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activations:
+class Activations(msgspec.Struct, frozen=True, kw_only=True):
     """What the formulas of activations take of a step."""
 
     tokens: int
@@ -42,8 +43,7 @@ class Activations:
     """Of the weight that embedding and head share; 0 where each has its own."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class StrategyOption:
+class StrategyOption(msgspec.Struct, frozen=True, kw_only=True):
     """A choice within a strategy, as in `fsdp2:reshard=no`."""
 
     name: str
@@ -68,8 +68,7 @@ class StrategyOption:
         return value if self.choices else str(int(value))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StrategyRecord:
+class StrategyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A way in which ranks share a step."""
 
     name: str
@@ -97,7 +96,7 @@ class StrategyRecord:
     attentions: tuple[str, ...] = ()
     """The attentions that it can spread; empty for any."""
     options: tuple[StrategyOption, ...] = ()
-    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    settings: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
     """What was chosen of the options."""
     gathers_by_call: bool = False
     """Whether parameters come and go with the calls of the modules that own them."""

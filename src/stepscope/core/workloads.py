@@ -5,7 +5,6 @@ before anything runs. Of a user's, made by a factory or watched in a loop, `size
 A stored run tells them apart by `kind`; whoever asks whether there are formulas asks for `sizes`.
 """
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from stepscope.core.checkpointing import (
     spans_of,
 )
 from stepscope.core.errors import InputError, choose
-from stepscope.core.files import identity_of
+from stepscope.core.files import identity_of, sha256_of
 from stepscope.core.model_config import LARGEST, PRESETS, ModelConfig, configure, whole_number
 from stepscope.core.parts import (
     ATTENTIONS,
@@ -545,7 +544,7 @@ def check_projections(projections: str, choices: StepChoices) -> None:
 
 
 def _digest(identity: object) -> str:
-    return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()[:8]
+    return sha256_of(msgspec.json.encode(identity, order="sorted"))[:8]
 
 
 def _different(one: msgspec.Struct, usual: msgspec.Struct, *, without: tuple[str, ...]) -> Iterator[tuple[str, object]]:

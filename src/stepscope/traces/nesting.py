@@ -6,10 +6,10 @@ Where some do cross (ranges of several threads, times cut to microseconds), the 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
+import msgspec
 import polars as pl
 
 _LARGEST = 2**62
@@ -28,8 +28,7 @@ _LEVELS, _TRACKS, _NEVER = 1 << 6, 1 << 6, -(2**63)
 """The most levels and tracks that are merged one after the other; and the moment that stands for none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scale:
+class _Scale(msgspec.Struct, frozen=True, kw_only=True):
     """Turns (track, time) into one sortable integer, by the span of time or by the rank of times."""
 
     origin: int

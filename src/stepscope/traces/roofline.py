@@ -7,11 +7,11 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast, get_args
 
 import msgspec
 import polars as pl
+from msgspec.structs import asdict
 
 from stepscope.core.answer import TEXT, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.device_spec import Ceilings, DeviceSpec, find_device_spec
@@ -44,19 +44,17 @@ _OF_OPERANDS: dict[str, Arithmetic] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peak:
+class Peak(msgspec.Struct, frozen=True, kw_only=True):
     """A rate in FLOP/s or bytes/s, and where it comes from."""
 
     rate: float
     source: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peaks:
+class Peaks(msgspec.Struct, frozen=True, kw_only=True):
     """The rates that bound an operator. A rate that is neither measured nor documented is missing, never guessed."""
 
-    flops_per_s: Mapping[str, Peak] = field(default_factory=dict[str, Peak])
+    flops_per_s: Mapping[str, Peak] = msgspec.field(default_factory=dict[str, Peak])
     """Peak FLOP/s by `Arithmetic`."""
     bytes_per_s: Peak | None = None
     """Peak bandwidth of device memory: bytes read plus bytes written per second."""
@@ -141,8 +139,7 @@ host: what is launch-bound in a trace may not be without one."""
 DRY_SHARE = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatorRoof:
+class OperatorRoof(msgspec.Struct, frozen=True, kw_only=True):
     """All calls of one operator with the same shapes, dtypes, phase, family and arithmetic, over the whole capture.
 
     `shapes`, `dtypes`, `values`: as recorded, JSON text; values of operators whose work depends on them. `family`: that
@@ -224,8 +221,7 @@ class OperatorRoof:
         return "compute-bound" if self.compute_ns >= self.memory_ns else "memory-bound"
 
 
-@dataclass(frozen=True, kw_only=True)
-class FamilyRoof:
+class FamilyRoof(msgspec.Struct, frozen=True, kw_only=True):
     """One family of kernels over the whole capture.
 
     `device_ns`: all its kernels, copies and fills. `forward_ns`, `backward_ns`: those of these phases. `covered_ns`:
@@ -285,8 +281,7 @@ class FamilyRoof:
         return self.backward_ns / self.forward_ns if self.forward_ns and self.backward_ns else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class PassRatio:
+class PassRatio(msgspec.Struct, frozen=True, kw_only=True):
     """Forward and backward of the capture. Times are of kernels, without copies and fills.
 
     FLOPs are those of matrix products and fused attention, as run: recomputation in backward is counted. Without it
@@ -308,8 +303,7 @@ class PassRatio:
         return self.backward_flops / self.forward_flops if self.forward_flops else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Roofline:
+class Roofline(msgspec.Struct, frozen=True, kw_only=True):
     """A capture's operators and families, the busiest first. Totals are of the whole capture, of `steps` steps.
 
     `devices`: the names of those that ran something, where the trace says them. `busy_ns`: all device work.

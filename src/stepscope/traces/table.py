@@ -5,12 +5,13 @@ launches without device work stay in, and what has no row (flow arrows, metadata
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import msgspec
 import polars as pl
+from msgspec.structs import replace
 
 from stepscope.core.errors import InputError
 from stepscope.traces.nesting import by_stretches, by_thread, column_of, is_one_value, order_of, values_of
@@ -147,8 +148,7 @@ WORK, CALLS, OPERATORS, RANGES = "kernels, copies and fills", "calls", "operator
 """What rows are, where damaged ones are counted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Damage:
+class Damage(msgspec.Struct, frozen=True, kw_only=True):
     """Rows that cannot be as they stand, counted by what they are.
 
     `backwards`: they end before they begin, and count as 0 ns. `nameless`: their name is not in the file. `untimed`:
@@ -158,11 +158,11 @@ class Damage:
     wrote as no JSON, by what was wrong with them.
     """
 
-    backwards: dict[str, int] = field(default_factory=dict[str, int])
-    nameless: dict[str, int] = field(default_factory=dict[str, int])
-    untimed: dict[str, int] = field(default_factory=dict[str, int])
-    endless: dict[str, int] = field(default_factory=dict[str, int])
-    mended: dict[str, int] = field(default_factory=dict[str, int])
+    backwards: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    nameless: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    untimed: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    endless: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    mended: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     overlong: int = 0
     cut_ns: int = 0
 
@@ -197,8 +197,7 @@ def with_details(work: pl.DataFrame) -> pl.DataFrame:
     return work.select(*rest, *details)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceTable:
+class TraceTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One capture. `work` carries, beside WORK_SCHEMA and DETAIL_SCHEMA, its launch: `launch_row` in `calls`,
     `launch_ns` and `launch_thread`; copies and fills come last in it.
 
@@ -213,17 +212,17 @@ class TraceTable:
     work: pl.DataFrame
     calls: pl.DataFrame
     ranges: pl.DataFrame
-    operators: pl.DataFrame = field(default_factory=lambda: empty(OPERATOR_SCHEMA))
-    links: pl.DataFrame = field(default_factory=lambda: empty(LINK_SCHEMA))
-    devices: dict[int, str] = field(default_factory=dict[int, str])
-    other: dict[str, int] = field(default_factory=dict[str, int])
+    operators: pl.DataFrame = msgspec.field(default_factory=lambda: empty(OPERATOR_SCHEMA))
+    links: pl.DataFrame = msgspec.field(default_factory=lambda: empty(LINK_SCHEMA))
+    devices: dict[int, str] = msgspec.field(default_factory=dict[int, str])
+    other: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     recorder: str | None = None
-    threads: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
-    collectives: pl.DataFrame = field(default_factory=lambda: empty(COLLECTIVE_SCHEMA))
+    threads: dict[tuple[int, int], str] = msgspec.field(default_factory=dict[tuple[int, int], str])
+    collectives: pl.DataFrame = msgspec.field(default_factory=lambda: empty(COLLECTIVE_SCHEMA))
     rank: int | None = None
     ranks: int | None = None
-    damage: Damage = field(default_factory=Damage)
-    counters: pl.DataFrame = field(default_factory=lambda: empty(COUNTER_SCHEMA))
+    damage: Damage = msgspec.field(default_factory=Damage)
+    counters: pl.DataFrame = msgspec.field(default_factory=lambda: empty(COUNTER_SCHEMA))
     remarks: tuple[str, ...] = ()
     traced: frozenset[str] = frozenset()
 

@@ -1,6 +1,5 @@
 """Pages of stored runs, of captures and of other answers: what stands on them, and in which order."""
 
-import dataclasses
 import shutil
 from pathlib import Path
 
@@ -388,7 +387,7 @@ def test_tokens_of_a_forward_alone_are_no_rival_to_those_of_training():
 def test_an_icicle_without_modules_has_no_level_of_them(tmp_path: Path):
     found = load_capture(ROOT / "tests/data/kineto_inference_bf16.json.gz", say=quiet)
     work = found.attribution.work.with_columns(pl.lit(None, pl.Categorical()).alias("module"))
-    bare = dataclasses.replace(found, attribution=dataclasses.replace(found.attribution, work=work))
+    bare = msgspec.structs.replace(found, attribution=msgspec.structs.replace(found.attribution, work=work))
     panel = icicle_panel(bare)
     assert panel is not None and {node.level for node in panel.nodes} == {"all", "phase", "family"}
 

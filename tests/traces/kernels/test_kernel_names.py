@@ -3,13 +3,13 @@
 
 import time
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import fields
 
 from stepscope.core.run_directory import load_runs
 from stepscope.traces.kernels.families import KERNEL_RULES, classify

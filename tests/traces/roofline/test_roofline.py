@@ -1,11 +1,11 @@
 """The roofline: a small capture worked out by hand, then the model's own FLOPs found again in a trace of it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from stepscope.core.answer import Answer
 from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec

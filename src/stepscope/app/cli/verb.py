@@ -5,7 +5,6 @@ says how many values the option takes there: `tuple[str, ...]` is several, by co
 stands for the options that the record's fields name; OneWorkload and ManyWorkloads stand for all of a workload.
 """
 
-import dataclasses
 import functools
 import gc
 import importlib
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import click
+import msgspec
 
 from stepscope.app.cli.options import OPTIONS, run_names
 from stepscope.core.errors import InputError, one_line, warn
@@ -95,7 +95,7 @@ def _options_of(
         else:
             plain = name.rstrip("_")
             if isinstance(stated, Option):
-                option = dataclasses.replace(stated, name=plain, takes=stated.takes or _one_value(annotation))
+                option = msgspec.structs.replace(stated, name=plain, takes=stated.takes or _one_value(annotation))
             else:
                 option = _shared_option(plain, verb.name)
             assert option is not None, f"{verb.name}: no option {name} in the table"

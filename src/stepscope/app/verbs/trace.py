@@ -1,11 +1,12 @@
 """`trace`: where the time of a captured step went, whichever profiler captured it. Needs no PyTorch."""
 
 import contextlib
-import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+
+from msgspec.structs import replace
 
 from stepscope.app.cli.output import Presentation, exit_code_of, progress, told_where_long
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
@@ -236,7 +237,6 @@ def command(
 ) -> int:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
     del no_ranges  # captures without ranges are read in any case
-    gc.disable()  # imports make a hundred thousand objects that stay, and a reading makes none in a cycle
     if on is not None:
         if len(file) > 1:
             raise InputError(f"--on reads one folder, and these are {len(file)}: name one that holds the captures")
@@ -344,17 +344,24 @@ def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path
 def _captures_named(names: Sequence[str], runs: Path) -> list[Path]:
     """The captures that these names give: files and runs are one each, and a folder is all that it holds."""
     give_pages_back()  # before polars is imported
-    from stepscope.traces.ranks import captures_in
-
     captures: list[Path] = []
     for name in names:
         place = find_place(name, runs)
-        captures += captures_in(place) or [place]
+        captures += _captures_in(place) or [place]
     files = [path.resolve() for path in captures]
     twice = next((path for place, path in enumerate(captures) if files[place] in files[:place]), None)
     if twice is not None:
         raise InputError(f"{twice} is named twice: name each capture once")
     return captures
+
+
+def _captures_in(place: Path) -> list[Path]:
+    """The captures that a folder holds; empty for a file. A file alone needs nothing of what compares ranks."""
+    if not place.is_dir():
+        return []
+    from stepscope.traces.ranks import captures_in
+
+    return captures_in(place)
 
 
 def _folder_of(captures: list[Path]) -> str:

@@ -8,8 +8,9 @@ less than counted. Whatever the record leaves open raises Unknown.
 import json
 import math
 import re
-from dataclasses import dataclass
 from typing import Literal, cast
+
+import msgspec
 
 from stepscope.core.formulas import (
     AttentionSizes,
@@ -58,8 +59,7 @@ class Unknown(Exception):
     """The record does not say enough to count this call's work."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(msgspec.Struct, frozen=True):
     """A tensor argument. `dtype` is None for those in lists, of which `element_bytes` may still be known."""
 
     shape: tuple[int, ...]
@@ -87,15 +87,13 @@ class Operand:
         return self.dtype not in _INTEGERS and self.dtype != "bool"
 
 
-@dataclass(frozen=True, slots=True)
-class TensorList:
+class TensorList(msgspec.Struct, frozen=True):
     """A list of tensors; `tensors` is None where their shapes were not recorded."""
 
     tensors: tuple[Operand, ...] | None
 
 
-@dataclass(frozen=True, slots=True)
-class OperatorCall:
+class OperatorCall(msgspec.Struct, frozen=True):
     """Arguments in order, None for numbers and for what was left out; `values` of numbers, where they were recorded."""
 
     operator: str
@@ -607,8 +605,7 @@ def sparse_product(call: OperatorCall, _: CausalConvention, *, sparse: int, dens
     return Work(flops=2 * kept.elements * columns, bytes_read=read, bytes_written=written)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Convolution:
+class Convolution(msgspec.Struct, frozen=True, kw_only=True):
     """The places of a convolution's arguments: an index each, None where the operator has no such argument.
 
     `transposed`: of the flag, or whether the operator always is. Without the lists `stride`, `padding` and, where there
@@ -717,8 +714,7 @@ _FROM_FIRST, _FROM_LAST = 1, 2
 """Types of causal mask of the memory-efficient kernel; 0 is none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FusedAttention:
+class FusedAttention(msgspec.Struct, frozen=True, kw_only=True):
     """The places of an operator's arguments: an index each, None where the operator has no such argument.
 
     `query`: key and value come after it. `heads_at`: the dimension of the heads in (batch, .., .., head_dim). `causal`:

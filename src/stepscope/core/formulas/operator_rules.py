@@ -1,7 +1,6 @@
 """Which formula of operator_formulas.py counts which operator: data, each rule with an example."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
@@ -20,8 +19,7 @@ from stepscope.core.formulas.operator_formulas import (
 Formula = Callable[[OperatorCall, CausalConvention], Work]
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperatorRule:
+class OperatorRule(msgspec.Struct, frozen=True, kw_only=True):
     """Operators whose work follows one formula. An operator that calls another of the same rule leaves it the work, and
     a product one that calls another product.
 

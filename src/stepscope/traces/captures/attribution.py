@@ -8,11 +8,11 @@ number).
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
+import msgspec
 import polars as pl
 
 from stepscope.core.range_names import (
@@ -291,8 +291,7 @@ ROOT = ""
 """The module path of work in a phase but in no module's range: the model itself, the loss, a compiled graph."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attribution:
+class Attribution(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A TraceTable with each row's place.
 
     `work` is the table's `work` with columns step, phase, found_by, module, part, role, operator, operator_row, family,

@@ -1,7 +1,6 @@
 """What engineers look up in a capture: trees, operators, copies, host calls, the queue, replays of graphs."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -363,8 +362,7 @@ PIECES = 100
 """Equal parts of the span in which the mean length is told."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Queue:
+class Queue(msgspec.Struct, frozen=True, kw_only=True):
     """The queue of one device, from the first launch to the start of the last work.
 
     `mean`: over time. `empty_share`: the share of the span in which nothing waited. `wait_ns`: median time from launch
@@ -501,8 +499,7 @@ def _replayed(attribution: Attribution) -> pl.DataFrame:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Captured:
+class Captured(msgspec.Struct, frozen=True, kw_only=True):
     """One capture of a graph: the `operator` and `module` (null outside) of each launch, in their order."""
 
     launches: pl.DataFrame
@@ -595,8 +592,7 @@ _PARTS = (0, 20, 40, 60, 80)
 """Hundredths of the span at which the table tells the queue's length."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class View:
+class View(msgspec.Struct, frozen=True, kw_only=True):
     """What is asked of the tables: `only` names one, `top` is how many rows, `sort` the column that orders them.
 
     `captures`: graphs as another trace captured them. `alone`: nothing beside the tables that `only` names is looked
@@ -614,8 +610,7 @@ class View:
         return not self.alone or (self.only or "").casefold() in head.casefold()
 
 
-@dataclass(frozen=True)
-class _Detail:
+class _Detail(msgspec.Struct, frozen=True):
     """One table: the head of its first column, whether it is shown unasked, and what makes it."""
 
     head: str

@@ -21,7 +21,6 @@ from stepscope.core.run import Run
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.summary import AttentionRow, KernelRow, PhaseSummary, TraceSummary
-from stepscope.traces.readers.kineto import read_kineto
 from stepscope.traces.table import TraceTable
 
 # Reads any capture that stepscope knows, told apart by its content rather than its name.
@@ -41,12 +40,16 @@ def read_trace(path: Path, *, launch_sizes: bool = True) -> TraceTable:
             with capture.open("rb") as file:
                 head = file.read(64)
             check_no_pointer(capture, head)
-        if _is_json(capture, head):
-            return read_kineto(capture)
-        from stepscope.traces.readers.nsys import read_nsys  # noqa: PLC0415  (NumPy takes a while)
+        # Each reader takes a while to import: NumPy, or types of events.
+        if not _is_json(capture, head):
+            from stepscope.traces.readers.nsys import read_nsys  # noqa: PLC0415
 
-        table = read_nsys(capture, head, launch_sizes=launch_sizes)
-        return table if table is not None else read_kineto(capture)
+            table = read_nsys(capture, head, launch_sizes=launch_sizes)
+            if table is not None:
+                return table
+        from stepscope.traces.readers.kineto import read_kineto  # noqa: PLC0415
+
+        return read_kineto(capture)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
 

@@ -20,10 +20,10 @@ Calls do not say for which device they wait. If one process drives several devic
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
+import msgspec
 import polars as pl
 
 from stepscope.core.range_names import PHASES
@@ -71,8 +71,7 @@ def _covered_before(disjoint: pl.DataFrame, moment_ns: pl.Series) -> pl.Series:
 # kernel also spins while it waits for its peers, so exposed time includes both the network and the slowest rank.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overlap:
+class Overlap(msgspec.Struct, frozen=True, kw_only=True):
     """Communication and computation on one device.
 
     `by_kernel`: name, calls, busy_ns, hidden_ns of each communication kernel, the most exposed first. Its times are
@@ -231,8 +230,7 @@ _TO_DEVICE = r"\bHtoD\b"
 _LOADS_DATA = r"(?i)data[ _]?load|^enumerate\(|(?:get|next|load|fetch)[ _]?batch"
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeviceOccupation:
+class DeviceOccupation(msgspec.Struct, frozen=True, kw_only=True):
     """The occupation of one device. `busy_ns` sums the work's durations; `union_ns` counts overlapping work once."""
 
     device: int
@@ -254,8 +252,7 @@ class DeviceOccupation:
         return self.idle_ns / self.span_ns if self.span_ns else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Occupation:
+class Occupation(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """All devices of a trace, and the gaps between their work.
 
     `gaps`: device, start_ns, duration_ns, cause, phase, step, before, after (names of the work on either side),

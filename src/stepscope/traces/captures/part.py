@@ -1,13 +1,13 @@
 """A part of a capture: the work launched in one step, in one phase, or inside the ranges of one name."""
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import polars as pl
+from msgspec.structs import replace
 
 from stepscope.core.errors import InputError, name_shown
 from stepscope.core.range_names import PHASES, STEP
@@ -40,8 +40,7 @@ class KernelTotals(NamedTuple):
     busy_ns: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RangeTotals:
+class RangeTotals(msgspec.Struct, frozen=True, kw_only=True):
     """The totals of one range name.
 
     Graphs recorded as a whole count in `busy_ns`, not in `kernels`. `gemm_fraction` is the share of matrix
@@ -294,16 +293,14 @@ def part_of(
     chosen = [f"{option} {value}" for option, value in options.items() if value is not None]
     if not work.height and len(chosen) > 1:
         raise InputError(f"{' and '.join(chosen)}: nothing was launched in all of these in {source}: leave one out")
-    attribution = dataclasses.replace(
-        whole, work=work, instances=instances, forwards=forwards, links_checked=0, links_agree=0
-    )
+    attribution = replace(whole, work=work, instances=instances, forwards=forwards, links_checked=0, links_agree=0)
     if opened is not None:
         opened = launching(opened, attribution).height
     part = Part(
         step=step, phase=phase, range=name, instances=opened, whole=whole, module=module, device=device, stream=stream,
         between=between,
     )  # fmt: skip
-    return dataclasses.replace(summary, attribution=attribution, part=part)
+    return replace(summary, attribution=attribution, part=part)
 
 
 def _of_step(work: pl.DataFrame, instances: pl.DataFrame, step: int, source: str) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -5,7 +5,6 @@ Times are summed kernel times per traced step, without copies and fills. Shares 
 
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
@@ -80,8 +79,7 @@ _Segment = tuple[int, int, str, int | None]
 """Begin, end, category and, for device work, its row."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CriticalPath:
+class CriticalPath(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The critical path of one step on one device. `step` is None if no step is marked and the whole capture is one.
 
     `segments`, by time: start_ns, duration_ns, category, and for device work family, phase, name. `beside_host_ns`: for
@@ -367,8 +365,7 @@ class AttentionRow(msgspec.Struct, frozen=True, kw_only=True):
     flops: int | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Part:
+class Part(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of a summary: work launched in this step, in this phase, inside ranges of this name, in this module or
     one inside it, on this device and this stream, or that started between these nanoseconds from the first event.
 
@@ -402,8 +399,7 @@ class Part:
         return ", ".join(filter(None, (launched, *places, *times)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceSummary:
+class TraceSummary(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The tables of one capture, or of a part of it. `run` is the run that made the capture, if it is beside one."""
 
     attribution: Attribution

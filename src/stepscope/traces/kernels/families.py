@@ -2,8 +2,7 @@
 
 import re
 import tomllib
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -22,8 +21,7 @@ Family = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True, kw_only=True):
     """A kernel, or operator, whose function's name has `function` and whose template arguments have `arguments`."""
 
     family: Family
@@ -32,19 +30,20 @@ class Rule:
     example: str
 
 
-@dataclass(eq=False)
 class Rulebook:
-    """Rules whose patterns are compiled when a name is first looked up."""
+    """Rules in their order. The patterns of one are compiled when a lookup first reaches it: most names need few."""
 
-    rules: tuple[Rule, ...]
-
-    @cached_property
-    def _compiled(self) -> list[tuple[Rule, re.Pattern[str], re.Pattern[str]]]:
-        return [(rule, re.compile(rule.function), re.compile(rule.arguments)) for rule in self.rules]
+    def __init__(self, rules: tuple[Rule, ...]) -> None:
+        self.rules = rules
+        self._compiled: list[tuple[re.Pattern[str], re.Pattern[str]]] = []
+        """The patterns of the first of them."""
 
     def find(self, function: str, arguments: str = "", *, cut: bool = False) -> Rule | None:
         """The first rule that fits. cut: whether the arguments end early: none fits where one before it might have."""
-        for rule, in_function, in_arguments in self._compiled:
+        for place, rule in enumerate(self.rules):
+            if place == len(self._compiled):
+                self._compiled.append((re.compile(rule.function), re.compile(rule.arguments)))
+            in_function, in_arguments = self._compiled[place]
             if in_function.search(function):
                 if in_arguments.search(arguments):
                     return rule
@@ -186,13 +185,12 @@ def _operator_of(name: str) -> str:
 # One kernel's name in plain words.
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelExplanation:
+class KernelExplanation(msgspec.Struct, frozen=True, kw_only=True):
     """What a name says, and what follows from it, as (heading, sentence) pairs."""
 
     kernel: KernelName
     family: Family
-    lines: list[tuple[str, str]] = field(default_factory=list)
+    lines: list[tuple[str, str]] = msgspec.field(default_factory=list)
 
 
 def explain_kernel(name: str) -> KernelExplanation:

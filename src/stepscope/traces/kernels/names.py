@@ -4,9 +4,11 @@ import re
 import string
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple, cast
+
+import msgspec
+from msgspec.structs import replace
 
 from stepscope.core.errors import middle_cut, name_shown
 
@@ -24,8 +26,7 @@ NAME_LIMIT = 4096
 """Characters of a name that are looked at. What says something stands near the front; a hostile name may be huge."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelName:
+class KernelName(msgspec.Struct, frozen=True, kw_only=True):
     """A kernel's name decoded. What the name does not say is None or empty, never guessed."""
 
     name: str

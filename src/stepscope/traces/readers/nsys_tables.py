@@ -12,13 +12,13 @@ import mmap
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
 import adbc_driver_sqlite.dbapi
+import msgspec
 import numpy as np
 import polars as pl
 
@@ -68,8 +68,7 @@ class Tables(Protocol):
         ...
 
 
-@dataclass
-class Piece:
+class Piece(msgspec.Struct):
     """Some rows of a table. A column of one value is held as that value."""
 
     height: int

@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from stepscope.core.errors import InputError
 from stepscope.core.range_names import PHASES
@@ -196,7 +197,7 @@ def test_kernels_of_a_replay_have_the_operators_of_the_capture():
     table = replays.table
     one = {"correlation": 1, "launch_row": 0, "launch_ns": 50}  # all three by one call
     same = [pl.lit(value).cast(table.work.schema[name]).alias(name) for name, value in one.items()]
-    replays.__dict__.update(work=replays.work.with_columns(same))
+    replays = replace(replays, work=replays.work.with_columns(same))
     captures = captured_graphs(graph_capture().table)
     assert [capture.kernels for capture in captures] == [3]
     assert nodes_of_graphs(replays, captures).select("node", "name", "operator", "module", "busy_ns").rows() == [
