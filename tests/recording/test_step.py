@@ -1,16 +1,18 @@
 """Who runs a step, and who is told: one function runs its phases, and a loop that is not ours tells the same."""
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import record_function
 
 from stepscope.core.evidence import MemoryNotes
 from stepscope.recording import ranges
 from stepscope.recording.driven import observe_step
 from stepscope.recording.memory_history import MemoryRecorder, capture_memory
-from stepscope.recording.observe import Observer, distinct_in
+from stepscope.recording.observe import Observer, OperatorCounts, distinct_in
 from stepscope.recording.step import Phase, Recorder, drive
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini
@@ -130,3 +132,34 @@ def test_allocations_are_the_same_in_a_loop_of_its_own(tmp_path: Path):
 
 def categories(notes: MemoryNotes) -> list[tuple[str, str, int]]:
     return [(note.category, note.name, note.bytes) for note in notes.tensors]
+
+
+def test_operators_are_counted_as_the_profiler_itself_lists_them():
+    """By its own events, which are slow to make; also where a call makes one of its own name."""
+    counts = OperatorCounts(CPU)
+
+    def twice(inside: int) -> None:
+        with record_function("twice"):
+            for _ in range(inside):
+                with record_function("twice"):
+                    torch.ones(3).add_(1)
+
+    with counts.profiler:
+        torch.ones(2).exp()  # before all phases: nobody's
+        for phase in ("forward", "backward", "forward"):
+            counts.phase_begins(phase)
+            for inside in (0, 1, 2):
+                twice(inside)
+            weight = torch.ones(4, 4, requires_grad=True)
+            (weight @ weight).exp().sum().backward()
+            counts.phase_ends(phase)
+    calls = counts.counted().calls
+    begun = [event for event in counts.profiler.events() or [] if event.name.startswith("stepscope operators of ")]
+    starts = sorted((event.time_range.start, event.name.rpartition(" ")[2]) for event in begun)
+    listed: dict[str, Counter[str]] = {name: Counter() for _, name in starts}
+    for event in counts.profiler.events() or []:
+        phase = [name for start, name in starts if start <= event.time_range.start][-1:]
+        if phase and not event.name.startswith(("stepscope operators of ", "autograd::engine::")):
+            listed[phase[0]][event.name] += 1
+    assert calls == {name: dict(counted) for name, counted in listed.items()}
+    assert calls["backward"]["twice"] == 1 + 1 + 3 and calls["forward"]["twice"] == 2 * calls["backward"]["twice"]
