@@ -16,9 +16,9 @@ keeps what was measured as it comes, and the same command goes on there. A way t
 begins with the few ways of each side that were the fastest or are reasoned to be (`SHORT`), one of each for all models.
 
 The floor of a cell: the model's products (6 FLOPs a weight and token, and attention's, causal counted half) at the
-rate of a large product measured here, and 28 bytes a parameter for AdamW (read gradient, master and both moments; write
-master, moments and weight) at the rate of a copy measured here. Both are shown one after the other (`floor`), and the
-larger alone (`least`).
+rate of a large product measured here, and 26 bytes a parameter for AdamW (read gradient, weight, the rest of its
+master and both moments; write all but the gradient) at the rate of a copy measured here. Both are shown one after the
+other (`floor`), and the larger alone (`least`).
 """
 
 import argparse
@@ -653,7 +653,7 @@ def work_of(name: str, size: str, *, tiny: bool) -> dict[str, float]:
         "tokens": samples * length,
         "product_flops": 6.0 * weights * samples * length,
         "attention_flops": 12.0 * causal * config.num_hidden_layers * samples * length**2 * width,
-        "optimizer_bytes": 28.0 * sum(each.numel() for each in model.parameters()),
+        "optimizer_bytes": 26.0 * sum(each.numel() for each in model.parameters()),
     }
 
 

@@ -26,7 +26,7 @@ from stepscope.core.workloads import TextbookWorkload
 from tests.interpreter import quicken
 
 if TYPE_CHECKING:
-    from stepscope.training.training_step import TrainingStep
+    from stepscope.training.training_step import AssembledStep
 
 _SOURCE = Path(stepscope.__file__).parent.as_posix()
 
@@ -297,7 +297,7 @@ def mini(**changes: Any) -> TextbookWorkload:
     return workload(**{**sizes, **changes})
 
 
-def run_steps(step: "TrainingStep", times: int = 1) -> float | None:
+def run_steps(step: "AssembledStep", times: int = 1) -> float | None:
     """Run the step so often; its last loss, where it has one."""
     for _ in range(times):
         step.prepare()

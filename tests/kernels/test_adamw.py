@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.transformer import MOST_NUMBERS, moment_blocks
-from stepscope.kernels.adamw import BLOCK, most_of_quotient
+from stepscope.kernels.adamw import BLOCK, lower_bits, master_of, most_of_quotient
 from stepscope.training.one_launch import AdamW8Bit, AdamWOneLaunch, AdamWUnderBackward, moments_beside
 
 pytestmark = pytest.mark.slow
@@ -45,11 +47,18 @@ def in_float64(ours: Sequence[Tensor], steps: int) -> list[Tensor]:
     return [each.detach() for each in exact]
 
 
-def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
-    """The master in the parameter's dtype. Triton's interpreter cuts off where a GPU rounds."""
-    if DEVICE == "cpu" and dtype == torch.bfloat16:
-        master = (master.view(torch.int32) & -(1 << 16)).view(torch.float32)
-    return master.to(dtype)
+def held(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
+    """The parameter in fp32: its master, or itself."""
+    lower = optimizer.state[parameter].get("master_lower")
+    return parameter.detach() if lower is None else master_of(parameter, lower)
+
+
+def is_rounding(parameter: Tensor, master: Tensor) -> bool:
+    """Whether each number is its master's rounding to the nearest; from the middle of two, away from zero."""
+    towards_zero = (master.view(torch.int32) & -(1 << 16)).view(torch.float32)
+    middle = (master.view(torch.int32) & 0xFFFF) == 0x8000
+    away = (master.double() * 2 - towards_zero.double()).to(parameter.dtype)
+    return torch.equal(parameter, torch.where(middle, away, master.to(parameter.dtype)))
 
 
 def stepped(optimizer: torch.optim.Optimizer, ours: Sequence[Tensor], *steps: int) -> None:
@@ -68,9 +77,9 @@ def test_masters_are_those_of_float64(optimizer_class: type[AdamWOneLaunch], dty
     optimizer = optimizer_class(ours, **OPTIONS)
     stepped(optimizer, ours, 0, 1, 2, 3)
     for parameter, wanted in zip(ours, exact, strict=True):
-        master = optimizer.state[parameter].get("master", parameter)
+        master = held(optimizer, parameter)
         torch.testing.assert_close(master.double(), wanted, rtol=3e-6, atol=3e-7)
-        assert torch.equal(parameter, rounded(master, parameter.dtype))
+        assert parameter.dtype == torch.float32 or is_rounding(parameter, master)
         assert int(optimizer.state[parameter]["step"]) == 4
 
 
@@ -80,7 +89,42 @@ def test_a_master_that_is_given_is_exact_and_not_the_rounded_weight():
     optimizer = AdamWOneLaunch([weight], lr=0.0, masters={weight: exact})
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    assert torch.equal(optimizer.state[weight]["master"], exact)
+    assert torch.equal(held(optimizer, weight), exact)
+
+
+# The middles of two numbers of bf16 beside even and odd ones, what becomes infinite, zeros, subnormals, NaN.
+EDGES = (0x3F808000, 0x3F818000, 0xBF808000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0xFF7F8000, 0x7F800000, 0x80000000,
+         0x00008000, 0x00000001, 0x807FFFFF, 0x7FFFFFFF, 0x7F800001, 0xFFFFFFFF)  # fmt: skip
+
+
+@given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from(EDGES), min_size=1, max_size=20))
+def test_a_weight_and_the_lower_bits_beside_it_are_the_master(bits: list[int]):
+    master = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32).to(DEVICE)
+    weight = torch.empty_like(master, dtype=torch.bfloat16)
+    lower = lower_bits(weight, master)
+    number = ~master.isnan()
+    assert torch.equal(weight.isnan(), ~number) and is_rounding(weight[number], master[number])
+    assert torch.equal(master_of(weight, lower)[number].view(torch.int32), master[number].view(torch.int32))
+    # A rate of 0 takes both through the kernel, where a NaN stays one.
+    parameter = nn.Parameter(torch.empty_like(weight))
+    optimizer = AdamWOneLaunch([parameter], lr=0.0, masters={parameter: master})
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert torch.equal(parameter.isnan(), ~number) and torch.equal(parameter[number], weight[number])
+    finite = master.isfinite()
+    assert torch.equal(held(optimizer, parameter)[finite], master[finite])
+
+
+def test_a_saved_state_has_masters_in_fp32():
+    ours = parameters((torch.bfloat16, torch.float32))
+    optimizer = AdamWOneLaunch(ours, **OPTIONS)
+    stepped(optimizer, ours, 0, 1)
+    saved = optimizer.state_dict()["state"]
+    for number, parameter in enumerate(ours):
+        assert "master_lower" not in saved[number]
+        if parameter.dtype == torch.bfloat16:
+            assert torch.equal(saved[number]["master"], held(optimizer, parameter))
+            assert optimizer.state[parameter]["master_lower"].dtype == torch.int16
 
 
 def test_groups_have_numbers_of_their_own_and_a_rate_may_change():
@@ -224,7 +268,7 @@ def test_masters_beside_moments_of_8_bits_follow_those_of_float64():
     optimizer = AdamW8Bit(ours, **OPTIONS)
     stepped(optimizer, ours, *range(3))
     for parameter, old, wanted in zip(ours, before, exact, strict=True):
-        master = optimizer.state[parameter].get("master", parameter).detach().double()
+        master = held(optimizer, parameter).double()
         off, moved = (master - wanted).norm(), (wanted - old).norm()
         assert off <= 0.12 * moved and optimizer.state[parameter]["exp_avg"].dtype == torch.uint8
 

@@ -1,14 +1,16 @@
 """Weights in bf16 that an optimizer writes from masters in fp32: what is kept, what is learned, what goes on."""
 
 import copy
+import weakref
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
+from stepscope.core.formulas.transformer import master_bytes, state_bytes
 from stepscope.training.half_optimizers import OnMasters, halve
-from stepscope.training.training_step import TrainingStep
+from stepscope.training.training_step import AssembledStep, TrainingStep, textbook_parts
 from tests.conftest import mini, run_steps
 from tests.kernels.test_adamw import DEVICE
 
@@ -84,6 +86,23 @@ def test_what_is_kept_by_dtype():
             key: value.dtype for key, value in step.optimizer.state[parameter].items() if isinstance(value, Tensor)
         }
         assert set(state.values()) == {torch.float32} and ("master" in state) is not norm
+
+
+@pytest.mark.parametrize(("optimizer", "moment"), [("adamw-one-launch", 4), ("adamw-8bit", 1)])
+def test_one_launch_keeps_2_bytes_of_a_master_and_gives_the_rest_back(optimizer: str, moment: int):
+    workload = mini(dtype="bf16-master", optimizer=optimizer)
+    assert (master_bytes(workload), state_bytes(workload)) == (2, 2 * moment + 2)
+    given = textbook_parts(workload, torch.device(DEVICE))
+    of_masters = [weakref.ref(master) for master in given.masters.values()]
+    step = AssembledStep(given, workload, torch.device(DEVICE))
+    del given
+    assert len(of_masters) > 4 and not any(of() is not None for of in of_masters)
+    assert step.optimizer is not None
+    run_steps(step)
+    for parameter in step.model.parameters():
+        state = step.optimizer.state[parameter]
+        assert state["exp_avg"].element_size() == moment
+        assert ("master_lower" in state) is (parameter.dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -6,12 +6,14 @@ AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2), in fp32, elem
     v <- v + (1 - beta2) (g^2 - v)                    exp_avg_sq
     w <- w (1 - lr * weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-w is the parameter in fp32: the parameter itself, or the master weight of one in bf16, which gets w's rounding in the
-same pass. So a parameter in bf16 moves 28 bytes: it reads its gradient (2), w, m and v (4 each) and writes these three
-and itself (2). Of gradients that are clipped, g is c times what is read, with the coefficient that is found below.
+w is the parameter in fp32: the parameter itself, or the master weight of one in bf16. Of a master the parameter is the
+rounding and has its upper bits, so the lower 16 alone are kept beside it (`lower_bits`): the master is exact, and takes
+2 bytes. A parameter in bf16 then moves 26 bytes: it reads its gradient, itself and the lower bits (2 each), m and v (4
+each), and writes all but the gradient. Of gradients that are clipped, g is c times what is read, with the coefficient
+that is found below.
 
 Moments may be kept in 8 bits (Dettmers et al. 2022, arXiv:2110.02861, keeps them so by another code): a code for each
-number, and for each BLOCK of them a scale in fp32, the largest of the block. A parameter in bf16 then moves 16 bytes.
+number, and for each BLOCK of them a scale in fp32, the largest of the block. A parameter in bf16 then moves 14 bytes.
 Codes have 3 bits of mantissa, and below 2^-16 of the largest (m, with a sign) or 2^-32 (v) they are evenly spaced. Both
 are rounded stochastically: beta2 = 0.999 moves v by less than half a code's step, which rounding to nearest would lose
 for ever. Two things keep a coarse code from a step that AdamW would not make. The least v is the first code, not zero.
@@ -56,6 +58,9 @@ BLOCK = tl.constexpr(256)
 WIDE, HALF_AS_WIDE = tl.constexpr(16), tl.constexpr(8)
 """Bytes of 16-bit numbers that a thread reads at once."""
 
+NAN = tl.constexpr(0x7FC0)
+"""The bits of bf16's NaN, which rounding by adding would miss."""
+
 _BLOCKS = tl.constexpr(CHUNK.value // BLOCK.value)
 SIGNED_BASE, UNSIGNED_BASE = tl.constexpr((1016 - 127) << 20), tl.constexpr((1016 - 255) << 20)
 SIGNED_LEAST, UNSIGNED_LEAST = tl.constexpr(1.125 * 2.0**-16), tl.constexpr(1.125 * 2.0**-32)
@@ -65,7 +70,7 @@ bits of it: so codes below it are evenly spaced down to zero, and the largest, 1
 
 @triton.jit
 def adamw_update(
-    addresses,  # int64 (7, tensors): of the parameter, its gradient, w, m, v, and the scales of m and v
+    addresses,  # int64 (7, tensors): of the parameter, its gradient, w's lower bits, m, v, and the scales of m and v
     sizes,  # int64 (tensors,): elements
     halves,  # int32 (tensors,): 1 where the parameter and its gradient are bf16
     chunk_tensors,  # int32 (chunks,): the tensor of each chunk
@@ -123,11 +128,12 @@ def _update(
     # A thread reads 4 elements of every tensor, where the others have 32 bits: with 8 of 16 bits, values would change
     # threads. Beside 8 of 8 bits it is the faster way.
     wide: tl.constexpr = WIDE if EIGHT else HALF_AS_WIDE
-    w_ptrs = _fp32_at(w, start, ALIGNED) + offsets
     if half:
         g = tl.load(_bf16_at(gradient, start, ALIGNED, wide) + offsets, mask=mask).to(tl.float32)
+        w_old = _load_master(parameter, w, start, offsets, mask, ALIGNED, wide)
     else:
         g = tl.load(_fp32_at(gradient, start, ALIGNED) + offsets, mask=mask)
+        w_old = tl.load(_fp32_at(parameter, start, ALIGNED) + offsets, mask=mask)
     if CLIPPED:
         g *= coefficient
     if EIGHT:
@@ -151,10 +157,11 @@ def _update(
         root *= tl.sqrt(correction)
     else:
         root = tl.sqrt(v_new * correction)
-    w_new = tl.load(w_ptrs, mask=mask) * decay - step_size * m_new / (root + eps)
-    tl.store(w_ptrs, w_new, mask=mask)
+    w_new = w_old * decay - step_size * m_new / (root + eps)
     if half:
-        tl.store(_bf16_at(parameter, start, ALIGNED, wide) + offsets, w_new.to(tl.bfloat16), mask=mask)
+        _store_master(parameter, w, start, offsets, w_new, mask, ALIGNED, wide)
+    else:
+        tl.store(_fp32_at(parameter, start, ALIGNED) + offsets, w_new, mask=mask)
     if EIGHT:
         if MASKED:  # what lies beyond the end is no part of a block's largest
             m_new = tl.where(mask, m_new, 0.0)
@@ -165,6 +172,23 @@ def _update(
     else:
         tl.store(m_ptrs, m_new, mask=mask)
         tl.store(v_ptrs, v_new, mask=mask)
+
+
+@triton.jit
+def _load_master(parameter, lower, start, offsets, mask, ALIGNED: tl.constexpr, BYTES: tl.constexpr):
+    """A master weight in fp32, of the parameter in bf16 and the lower bits beside it (`master_of`)."""
+    upper = tl.load(_int16_at(parameter, start, ALIGNED, BYTES) + offsets, mask=mask).to(tl.int32)
+    rest = tl.load(_int16_at(lower, start, ALIGNED, BYTES) + offsets, mask=mask).to(tl.int32)
+    return ((upper << 16) + rest).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_master(parameter, lower, start, offsets, w, mask, ALIGNED: tl.constexpr, BYTES: tl.constexpr):
+    bits = w.to(tl.int32, bitcast=True)
+    is_number = (bits & 0x7FFFFFFF) <= 0x7F800000
+    upper = tl.where(is_number, (bits + 0x8000) >> 16, NAN)
+    tl.store(_int16_at(parameter, start, ALIGNED, BYTES) + offsets, upper.to(tl.int16), mask=mask)
+    tl.store(_int16_at(lower, start, ALIGNED, BYTES) + offsets, bits.to(tl.int16), mask=mask)
 
 
 @triton.jit
@@ -222,6 +246,12 @@ def _fp32_at(address, start, ALIGNED: tl.constexpr):
 @triton.jit
 def _bf16_at(address, start, ALIGNED: tl.constexpr, BYTES: tl.constexpr):
     pointer = address.to(tl.pointer_type(tl.bfloat16)) + start
+    return tl.multiple_of(pointer, BYTES) if ALIGNED else pointer
+
+
+@triton.jit
+def _int16_at(address, start, ALIGNED: tl.constexpr, BYTES: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.int16)) + start
     return tl.multiple_of(pointer, BYTES) if ALIGNED else pointer
 
 
@@ -334,14 +364,34 @@ class Moving:
         torch.addcmul(self._terms, self.values, self._factors, out=self.values)
 
 
+def lower_bits(parameter: Tensor, master: Tensor | None = None) -> Tensor:
+    """Let a parameter in bf16 be the rounding of its master in fp32, by default of its own value; returns the lower 16
+    bits of the master, int16, laid out as the parameter is.
+
+    From the middle of two numbers of bf16 it rounds away from zero, where PyTorch's cast takes the even one: so the
+    rounding and the lower bits, as a signed number, add up to the master's bits (`master_of`).
+    """
+    if master is None:
+        return torch.zeros_like(parameter, dtype=torch.int16)
+    bits = torch.empty_like(parameter, dtype=torch.float32).copy_(master).view(torch.int32)
+    upper = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    parameter.copy_(torch.where(master.isnan(), math.nan, upper))
+    return bits.to(torch.int16)
+
+
+def master_of(parameter: Tensor, lower: Tensor) -> Tensor:
+    """The master weight in fp32 of a parameter in bf16 and the lower bits beside it."""
+    return ((parameter.detach().view(torch.int16).int() << 16) + lower).view(torch.float32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Updated:
     """One parameter (any shape, dense) with what its update reads and writes. Elements lie in the same order in all."""
 
     parameter: Tensor
     """bf16 or fp32."""
-    master: Tensor
-    """fp32: the parameter itself, or the master weight of one in bf16."""
+    lower: Tensor | None
+    """int16: the lower bits of the master weight of one in bf16 (`lower_bits`)."""
     exp_avg: Tensor
     """fp32; or uint8, codes that need scales."""
     exp_avg_sq: Tensor
@@ -377,7 +427,8 @@ class UpdateOfMany:
             [
                 tensor.data_ptr()
                 for tensor in (
-                    *(each.parameter, each.parameter, each.master, each.exp_avg, each.exp_avg_sq),
+                    *(each.parameter, each.parameter, each.parameter if each.lower is None else each.lower),
+                    *(each.exp_avg, each.exp_avg_sq),
                     *(each.scales or (each.exp_avg, each.exp_avg_sq)),
                 )
             ]

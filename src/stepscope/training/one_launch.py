@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.transformer import aligned_numbers, moment_blocks
-from stepscope.kernels.adamw import BLOCK, Clipping, Moving, Updated, UpdateOfMany
+from stepscope.kernels.adamw import BLOCK, Clipping, Moving, Updated, UpdateOfMany, lower_bits, master_of
 from stepscope.training.optimizer import Updating, updated_by, when_ready
 
 _UNDER_BACKWARD_BYTES = 32 * 2**20
@@ -24,7 +24,8 @@ than its whole backward."""
 
 
 class AdamWOneLaunch(Updating):
-    """AdamW (kernels/adamw) of parameters in fp32, or in bf16 with a master weight in fp32 that the state keeps.
+    """AdamW (kernels/adamw) of parameters in fp32, or in bf16 with a master weight in fp32 of which the state keeps the
+    lower 16 bits: the weight has the others. `state_dict` has the masters whole.
 
     The first update makes the moments of all its parameters, as parts of few blocks of memory (`moments_beside`).
 
@@ -47,7 +48,6 @@ class AdamWOneLaunch(Updating):
         """masters: the first values of parameters in bf16, in fp32 and dense; without one, the parameter's own.
         max_norm: the bound on the gradients' global norm; None for none."""
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._masters = dict(masters or {})
         self._moving: dict[int, Moving] = {}
         self._updates: dict[tuple[int, ...], UpdateOfMany] = {}
         self.max_norm = max_norm
@@ -55,6 +55,9 @@ class AdamWOneLaunch(Updating):
         for parameter in updated_by(self):
             if parameter.dtype not in (torch.float32, torch.bfloat16):
                 raise InputError(f"AdamW in one launch takes parameters in fp32 or bf16, and one is {parameter.dtype}")
+        # Made before moments and gradients are there, masters that nobody else holds leave their memory to these.
+        with torch.no_grad():
+            self._lower = {weight: lower_bits(weight, master) for weight, master in (masters or {}).items()}
 
     def _update_all(self) -> None:
         ready: dict[int, list[Tensor]] = {}
@@ -74,8 +77,20 @@ class AdamWOneLaunch(Updating):
         for number, update, gradients in updates:
             update.run(gradients, self._moving[number], clip=clip)
 
+    def state_dict(self) -> dict[str, Any]:
+        """PyTorch's, with the masters in fp32 in place of their lower bits."""
+        saved = super().state_dict()
+        for number, parameter in enumerate(updated_by(self)):
+            if _LOWER in saved["state"].get(number, {}):
+                kept = dict(saved["state"][number])
+                saved["state"][number] = kept
+                kept["master"] = master_of(parameter, kept.pop(_LOWER))
+        return saved
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave. Masters stay fp32, and moments as they are, whatever dtype the parameters have.
+        """Take what `state_dict` gave: weights in bf16 become the roundings of their masters. Moments stay as they are,
+        whatever dtype the parameters have.
 
         Raises an InputError for moments of another kind than this optimizer's.
         """
@@ -91,10 +106,12 @@ class AdamWOneLaunch(Updating):
         for number, parameter in zip(numbers, updated_by(self), strict=True):
             moments = state_dict["state"].get(number, {})
             kept = self.state[parameter]
-            for name in ("master", "exp_avg", "exp_avg_sq", *_SCALES):
+            for name in ("exp_avg", "exp_avg_sq", *_SCALES):
                 if name in moments:
                     dtype = self.moment_dtype if name in ("exp_avg", "exp_avg_sq") else torch.float32
                     kept[name] = moments[name].detach().to(parameter.device, dtype, copy=True)
+            if kept.pop("master", None) is not None and parameter.dtype == torch.bfloat16:
+                kept[_LOWER] = lower_bits(parameter, moments["master"].to(parameter.device, torch.float32))
         self._moving.clear()
         self._updates.clear()
 
@@ -129,13 +146,13 @@ class AdamWOneLaunch(Updating):
         updated: list[Updated] = []
         for parameter in parameters:
             state = self.state[parameter]
-            if parameter.dtype != torch.float32 and "master" not in state:
-                master = self._masters.pop(parameter, None)
-                state["master"] = parameter.float() if master is None else _like(master.float(), parameter)
+            if parameter.dtype != torch.float32 and _LOWER not in state:
+                lower = self._lower.pop(parameter, None)
+                state[_LOWER] = lower_bits(parameter) if lower is None else lower
             moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
             if self.moment_dtype == torch.uint8:
                 moments["scales"] = tuple(state[name] for name in _SCALES)
-            updated.append(Updated(parameter=parameter, master=state.get("master", parameter), **moments))
+            updated.append(Updated(parameter=parameter, lower=state.get(_LOWER), **moments))
         numbers = {name: self.param_groups[number][name] for name in ("betas", "eps", "weight_decay")}
         self._updates[key] = UpdateOfMany(updated, **numbers)
         return self._updates[key]
@@ -250,6 +267,8 @@ BY_NAME: dict[str, type[AdamWOneLaunch]] = {
 }
 
 _SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+_LOWER = "master_lower"
+"""The state's lower bits of a master weight."""
 
 
 def moments_beside(

@@ -25,7 +25,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.float_formats import BlockFormat
 from stepscope.core.formulas import adamw_work, communication
 from stepscope.core.formulas.planned_model import PlannedModel, bubble_turns, largest_stage
-from stepscope.core.formulas.transformer import moment_bytes
+from stepscope.core.formulas.transformer import master_bytes, moment_bytes
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.networks import Network
 from stepscope.core.parts import REFERENCE, scores_of
@@ -560,9 +560,7 @@ class Clock:
         experts = blocks * self.model.local_experts(layout.tensor, layout.expert)
         if SHARDINGS[layout.sharding].moments:
             held, experts = held // layout.shard, experts // max(1, layout.shard // layout.expert)
-        work = adamw_work(
-            held + experts, sizes.parameters, moment_bytes(self.workload), PRECISIONS[self.workload.dtype].masters
-        )
+        work = adamw_work(held + experts, sizes.parameters, moment_bytes(self.workload), master_bytes(self.workload))
         passes = 1 if self.workload.optimizer in ("adamw-fused", *OF_ONE_LAUNCH) else _SEVERAL_PASSES
         return passes * ((work.bytes_read or 0) + (work.bytes_written or 0)) / self.rates.optimizer_bytes_per_s
 

@@ -44,7 +44,7 @@ from stepscope.core.checkpointing import group_of
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
-from stepscope.core.formulas.transformer import moment_bytes, parameter_count, recomputed_flops, step_flops
+from stepscope.core.formulas.transformer import moment_bytes, parameter_count, recomputed_flops, state_bytes, step_flops
 from stepscope.core.layout import SHARDINGS, Layout, layout_of
 from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
@@ -184,7 +184,7 @@ def _states_spelled(step: TextbookWorkload, layout: Layout, states: Sequence[int
     count, sharding = parameter_count(step.model), SHARDINGS[layout.sharding]
     precision = PRECISIONS[step.dtype]
     twice = 2 if layout.ranks > 1 and sharding.buckets else 1
-    each = (precision.weights, twice * precision.weights, 2 * moment_bytes(step) + precision.masters)
+    each = (precision.weights, twice * precision.weights, state_bytes(step))
     shares = (sharding.parameters, sharding.gradients, sharding.moments)
     return "; ".join(
         f"{part} {count:,} x {size} B" + (f" / {layout.shard} ranks" if is_shared and layout.shard > 1 else "")
@@ -428,8 +428,8 @@ def _states(workload: TextbookWorkload) -> dict[str, int]:
         parts["gradients"] = precision.weights
     if workload.phase == "train":
         parts["two moments of AdamW"] = 2 * moment_bytes(workload)
-        if precision.masters:
-            parts["master weights"] = precision.masters
+        if masters := state_bytes(workload) - 2 * moment_bytes(workload):
+            parts["master weights" if masters == 4 else "rest of master weights"] = masters
     return parts
 
 

@@ -266,7 +266,8 @@ class SymbolicStep:
         first, *others = ((p.elements, p.itemsize) for p in model.parameters)
         tensors = [first, angles, angles, *others]
         # A model in bf16 is made in fp32 and then cast, tensor by tensor. What was made becomes the master weight.
-        keeps_masters = PRECISIONS[workload.dtype].masters and workload.phase == "train"
+        masters = PRECISIONS[workload.dtype].masters and workload.phase == "train"
+        keeps_masters, halves = masters and workload.optimizer not in OF_ONE_LAUNCH, list[tuple[int, Storage]]()
         cast = any(size != 4 for _, size in tensors)
         made = [4 * elements for elements, _ in tensors]
         joint = [[block[name] for name in names] for block in model.blocks for names in JOINT if model.joint]
@@ -279,6 +280,8 @@ class SymbolicStep:
                 if keeps_masters:
                     storages[i].become(CATEGORIES.index("optimizer state"))
                     self._resident.append(storages[i])
+                elif masters:
+                    halves.append((elements, storages[i]))
                 storages[i] = self._stay(size * elements, "parameters")
         places = {p.name: i + 2 if i else 0 for i, p in enumerate(model.parameters)}
         for weights in joint:  # kernels/parts/projections.py `lie_together`
@@ -287,6 +290,8 @@ class SymbolicStep:
                 storages[places[weight.name]] = block
         self._resident += storages
         self._resident += [self._stay(workload.tokens * 8, "inputs") for _ in range(2 * DISTINCT_BATCHES)]
+        # kernels/adamw.py `lower_bits`; the masters go when all are there.
+        self._resident += [self._stay(2 * elements, "optimizer state") for elements, _ in halves]
 
     def _stay(self, size: int, category: MemoryCategory) -> Storage:
         return self._ledger.storage(size, CATEGORIES.index(category))

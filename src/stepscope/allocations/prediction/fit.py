@@ -24,7 +24,7 @@ from stepscope.core.checkpointing import OFFLOAD, group_of, keeping, mixtures, m
 from stepscope.core.device_spec import HOST_BYTES_PER_S, REPORTED_MIB, DeviceSpec, device_named, is_unified
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import MemoryCategory, PhaseMemory
-from stepscope.core.formulas.transformer import moment_bytes, parameter_count, recomputed_flops, step_flops
+from stepscope.core.formulas.transformer import parameter_count, recomputed_flops, state_bytes, step_flops
 from stepscope.core.parts import is_kept, scores_of
 from stepscope.core.precisions import PRECISIONS, SCALED_MULTIPLE
 from stepscope.core.run import Run
@@ -398,7 +398,7 @@ def _states(workload: TextbookWorkload) -> int:
     state."""
     precision, trains = PRECISIONS[workload.dtype], workload.phase == "train"
     gradients = precision.weights if workload.phase != "forward" else 0
-    of_optimizer = 2 * moment_bytes(workload) + precision.masters if trains else 0
+    of_optimizer = state_bytes(workload) if trains else 0
     return parameter_count(workload.model) * (precision.weights + gradients + of_optimizer)
 
 

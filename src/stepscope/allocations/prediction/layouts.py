@@ -49,7 +49,7 @@ from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, spans_of
 from stepscope.core.evidence import CATEGORIES
 from stepscope.core.formulas import planned_model
 from stepscope.core.formulas.communication import Bytes
-from stepscope.core.formulas.transformer import Shapes, moment_bytes
+from stepscope.core.formulas.transformer import Shapes, state_bytes
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.parts import REFERENCE, scores_of
 from stepscope.core.precisions import PRECISIONS
@@ -670,7 +670,7 @@ class RankMemory:
         everything = dense + experts + outside
         of_experts = min(layout.shard, layout.data * layout.context // layout.expert) if experts else 1
         shared = -(-(dense + outside) // layout.shard) + -(-experts // of_experts)
-        state = 2 * moment_bytes(self.workload) + PRECISIONS[self.workload.dtype].masters
+        state = state_bytes(self.workload)
         return (
             (shared if sharding.parameters else everything) * sizes.parameters,
             (shared if sharding.gradients else everything) * sizes.gradients,

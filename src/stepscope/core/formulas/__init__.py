@@ -111,14 +111,15 @@ def adamw_work(
 ) -> Work:
     """Work of one AdamW step (Loshchilov and Hutter 2019, algorithm 2), which reads p, g, m, v and writes p, m, v.
 
-    m and v have the size of p and g unless `bytes_per_moment` says another. With a master weight p is only written, and
-    the master is read and written. FLOPs are elementwise and not model FLOPs; they are left at 0, since the bytes are
-    what bounds this step.
+    m and v have the size of p and g unless `bytes_per_moment` says another. A master weight is read and written, too; p
+    is then only written, unless the master beside it is no larger than p, and only what p has not of it. FLOPs are
+    elementwise and not model FLOPs; they are left at 0, since the bytes are what bounds this step.
     """
     moments = 2 * (bytes_per_element if bytes_per_moment is None else bytes_per_moment)
+    read = bytes_per_master + (bytes_per_element if bytes_per_master <= bytes_per_element else 0)
     return Work(
         flops=0,
-        bytes_read=parameters * (bytes_per_element + (bytes_per_master or bytes_per_element) + moments),
+        bytes_read=parameters * (bytes_per_element + read + moments),
         bytes_written=parameters * (bytes_per_element + bytes_per_master + moments),
     )
 

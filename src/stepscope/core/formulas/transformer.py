@@ -26,7 +26,7 @@ from stepscope.core.model_config import ModelConfig
 from stepscope.core.parts import scores_of
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.workloads import StepChoices, TextbookWorkload, Workload, by_sizes
+from stepscope.core.workloads import OF_ONE_LAUNCH, StepChoices, TextbookWorkload, Workload, by_sizes
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of parameters, (out, in), by name."""
@@ -114,6 +114,19 @@ def moment_bytes(workload: StepChoices) -> int:
     return of_optimizer.get(str(workload.optimizer), PRECISIONS[workload.dtype].moments)
 
 
+def master_bytes(workload: StepChoices) -> int:
+    """Bytes of what is kept of a weight's master beside the weight; 0 where there is none. The kernel of all parameters
+    keeps what the weight has not."""
+    precision = PRECISIONS[workload.dtype]
+    beside = precision.masters - precision.weights
+    return beside if precision.masters and workload.optimizer in OF_ONE_LAUNCH else precision.masters
+
+
+def state_bytes(workload: StepChoices) -> int:
+    """Bytes of AdamW's state of a weight: both moments, and its master."""
+    return 2 * moment_bytes(workload) + master_bytes(workload)
+
+
 def phase_work(workload: TextbookWorkload, causal: CausalConvention = "half") -> dict[str, Work]:
     """Work of each phase that the workload runs: model FLOPs, and the optimizer's bytes."""
     convention = Convention(causal=causal)
@@ -124,7 +137,7 @@ def phase_work(workload: TextbookWorkload, causal: CausalConvention = "half") ->
     if workload.phase == "train":
         precision = PRECISIONS[workload.dtype]
         count = parameter_count(workload.model)
-        optimizer = adamw_work(count, precision.weights, moment_bytes(workload), precision.masters)
+        optimizer = adamw_work(count, precision.weights, moment_bytes(workload), master_bytes(workload))
         # The norm that clips must be known before the first update: every gradient is read once more.
         of_norm = count * precision.weights if workload.clip is not None else 0
         phases[OPTIMIZER] = Work(
