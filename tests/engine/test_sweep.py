@@ -16,6 +16,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import create_run_directory, load_runs, save_run
 from stepscope.core.workloads import TextbookWorkload
+from stepscope.engine.request import WAITS
 from stepscope.engine.sweep import Series, run_sweep
 from stepscope.engine.sweep_plan import Cell, CellState, Policy, SweepPlan, SweepState, order_cells
 from stepscope.engine.user_code import load_recipe
@@ -574,3 +575,25 @@ def test_a_sweep_stops_with_the_code_of_its_signal(tmp_path: Path, out: Path, se
 @pytest.mark.long
 def test_cells_killed_at_random_moments_have_one_result_each():
     assert kills.main(["--kills", "3", "--cells", "2", "--span", "5"]) == 0
+
+
+def test_cells_get_ready_side_by_side_and_are_timed_one_after_another(tmp_path: Path):
+    """In two waves. One that fails while it gets ready keeps no other waiting, and none but those that wait is alive
+    while steps are timed."""
+    cells = (cell(seq_len=8), Cell(workload=impossible(), settings=QUICK), cell(seq_len=16), cell(seq_len=32))
+    waited: list[str] = []
+
+    def look(state: SweepState) -> None:
+        stages = {each.cell.workload.seq_len: each.stage for each in state.cells if each.run is None and each.stage}
+        timed = [length for length, stage in stages.items() if stage in ("warm-up", "measure", "observe")]
+        assert len(timed) <= 1, stages
+        if timed:
+            assert {stage for length, stage in stages.items() if length not in timed} <= {WAITS}, stages
+        waited.extend(stage for stage in stages.values() if stage == WAITS)
+
+    runs = run_sweep(plan(tmp_path, *cells), Policy(side_by_side=3, start="exec"), look)
+    assert statuses(runs) == ["done", "out-of-memory", "done", "done"] and waited
+    assert all("get ready" in run.evidence.stages_s for run in runs if run.status == "done")
+    first, _, second, third = (run.instant for run in runs)
+    assert first < second < third, "each began with its turn: drift is reckoned from that"
+    assert statuses(run_sweep(plan(tmp_path, *cells), Policy(side_by_side=3))) == statuses(runs), "found again"

@@ -99,8 +99,8 @@ class Forks:
         is ready. Of several the shortest: the first read it from a cold disk."""
         return min((server.import_s for server in self._servers.values() if server.import_s), default=0.0)
 
-    async def fork(self, mark: str, arguments: Sequence[str], files: Sequence[int]) -> Forked | None:
-        """A new cell with these arguments and stdin, log and events; None where it must be started without a server."""
+    async def begin(self) -> "_Server | None":
+        """The server for this environment, started where none is; None where the system has none."""
         if not (hasattr(os, "pidfd_open") and Path("/proc/self/task").is_dir()):
             return None
         try:
@@ -110,6 +110,13 @@ class Forks:
             if server is None or server.has_died:
                 server = self._servers[environment] = _Server(self._next_mark(), self._modules)
         except OSError:
+            return None
+        return server
+
+    async def fork(self, mark: str, arguments: Sequence[str], files: Sequence[int]) -> Forked | None:
+        """A new cell with these arguments and stdin, log and events; None where it must be started without a server."""
+        server = await self.begin()
+        if server is None:
             return None
         from_environment = {name: os.environ.get(name) for name in _GIVEN}
         return await server.fork(ForkRequest(mark=mark, arguments=tuple(arguments), variables=from_environment), files)

@@ -58,6 +58,19 @@ class MemoryRequest(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+WAITS = "wait for its turn"
+"""The stage in which a process is ready, and waits for others that are timed before it."""
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """The place of a process among several of one device that get ready side by side, and are timed one by one."""
+
+    file: str
+    """A file whose lock the sweep holds until this process may time its steps."""
+    waiting: int = 0
+    """Processes that still wait by then: they hold memory of the device, and leave it alone."""
+
+
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A workload to measure, the settings, and where the run goes. It travels to a cell's process as JSON."""
 
@@ -81,6 +94,8 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How the process that measures came to be, where it is a cell's."""
     node: str | None = None
     """The name of the cluster's node that measures; None on the machine of the command."""
+    turn: Turn | None = None
+    """Where it is timed among processes that get ready beside it; None where none do."""
     in_seconds: bool = False
     """Whether the settings' seconds bound the whole run, and not its measured steps alone."""
 
@@ -98,10 +113,15 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 Tell = Callable[[Stage], None]
 
 
+def begun_now() -> str:
+    """This moment, as runs keep the one in which they began."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
 def begun_run(request: StepRequest, directory: Path, status: Status) -> Run:
     """The run of a request that begins now, or that never began, in its directory."""
     return Run(
-        id=directory.name, created=datetime.now(UTC).isoformat(timespec="milliseconds"), tag=request.tag,
+        id=directory.name, created=begun_now(), tag=request.tag,
         sweep=request.sweep, repeat=request.repeat, status=status, workload=request.workload,
         settings=request.settings,
     )  # fmt: skip

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import gc
 import socket
 import time
 from collections.abc import Generator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from stepscope.core import evidence, interrupts
 from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, offload_of, selective_of
 from stepscope.core.device_spec import find_device_spec, overridden_spec
+from stepscope.core.environment import GpuReading
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.formulas import Work
 from stepscope.core.formulas.transformer import known_work
@@ -28,7 +31,7 @@ from stepscope.core.units import format_seconds
 from stepscope.core.user_model import code_folder, file_of, unmet
 from stepscope.core.workloads import GRAPH_WARMUP, TextbookWorkload, by_sizes
 from stepscope.engine.draft import Draft
-from stepscope.engine.request import Stage
+from stepscope.engine.request import WAITS, Stage, begun_now
 from stepscope.recording import driven, ranges
 from stepscope.recording.capture import capture_range
 from stepscope.recording.ceilings import ceilings_for, load_ceilings, supported_dtypes
@@ -40,7 +43,7 @@ from stepscope.recording.nvml import LEAST_S, EnergyMeter, GpuSampler, gpu_sampl
 from stepscope.recording.observe import whole_bytes
 from stepscope.recording.precision import probe_relative_error, with_kernels
 from stepscope.recording.step import Step
-from stepscope.recording.timer import Measurement, Progress, StepFailed, measure, measure_one
+from stepscope.recording.timer import Measurement, Progress, StepFailed, measure, measure_one, timed_steps
 from stepscope.recording.updates import applied_updates, read_updates
 from stepscope.runs.metrics import devices, model_flops_per_s
 from stepscope.training.attention import chosen_attention
@@ -78,6 +81,36 @@ def build(draft: Draft) -> None:
     if workload.factory:
         found, absent = (getattr(draft.built, name, ()) for name in ("found", "absent"))
         draft.set_evidence(parts=found, absent=absent, unmet=unmet(workload))
+
+
+_LOOK_S = 0.05
+"""How often a process looks whether its turn has come. A lock that it waits for would keep a signal waiting, too."""
+
+
+def wait_for_its_turn(draft: Draft) -> None:
+    """Run the first steps, which compile and capture, beside other processes; then wait until those before this one
+    have ended, so that the steps that are timed have the device for themselves."""
+    turn = draft.request.turn
+    if turn is None:
+        return
+    draft.begin("get ready")
+    timed_steps(draft.step, draft.timing, GRAPH_WARMUP)
+    draft.begin(WAITS)
+    with Path(turn.file).open() as file:
+        while not _is_free(file):
+            interrupts.check()
+            time.sleep(_LOOK_S)
+    # How far processes drift is reckoned from when they began: one that waited begins with its turn.
+    draft.set(created=begun_now())
+
+
+def _is_free(file: IO[str]) -> bool:
+    """Whether nobody holds the file's lock any more."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def release(draft: Draft) -> None:
@@ -474,7 +507,14 @@ class _Readings:
         self._compiling = CompilationWatch(draft.device)
         self._updates: int | None = None
         # These stay where the run ends before it measures.
-        self._gpu, self._load = read_gpu(draft.device), HostLoad()
+        self._gpu, self._load = self._read_gpu(), HostLoad()
+
+    def _read_gpu(self) -> GpuReading | None:
+        """The GPU's state. Processes that wait for their turn leave it alone, and are no others."""
+        reading, turn = read_gpu(self._draft.device), self._draft.request.turn
+        if reading is None or turn is None or reading.other_processes is None:
+            return reading
+        return msgspec.structs.replace(reading, other_processes=max(0, reading.other_processes - turn.waiting))
 
     def before_the_measured_steps(self) -> None:
         """Read once after warm-up, so that what warm-up compiled does not count. The device idles meanwhile, so NVML is
@@ -482,7 +522,7 @@ class _Readings:
         self._draft.stage = "measure"
         self._updates = applied_updates(self._draft.step.optimizer)
         self._compiling.start()
-        self._gpu, self._load = read_gpu(self._draft.device), HostLoad()
+        self._gpu, self._load = self._read_gpu(), HostLoad()
         self._began_s = time.monotonic()
         self._meter.start()
 
@@ -492,7 +532,7 @@ class _Readings:
         self.energy = self._meter.read(samples.count if samples else 0, are_samples=True)
         draft.set_evidence(compiled_while_measured=self._compiling.read())
         assert environment is not None
-        after, load = read_gpu(draft.device), self._load.read()
+        after, load = self._read_gpu(), self._load.read()
         during = self._sampler.read(self._began_s, end_s) if self._sampler and self._began_s else None
         if during is not None and not self._alone:
             during = msgspec.structs.replace(during, power_w=None)

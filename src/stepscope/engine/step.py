@@ -34,6 +34,7 @@ from stepscope.engine.stages import (
     trace_by_kineto,
     trace_by_nsys,
     trace_for_the_watching_tool,
+    wait_for_its_turn,
 )
 from stepscope.recording import ranges
 from stepscope.recording.device import is_out_of_memory, let_go, limit_memory
@@ -52,7 +53,7 @@ StageFunction = Callable[[Draft], None]
 Applies = Callable[[Draft], object]
 """Tells whether a run has a stage, by the truth of what it returns."""
 
-UNTIL_TIMED: tuple[StageFunction, ...] = (look_round, check_the_ranks, build, time_steps)
+UNTIL_TIMED: tuple[StageFunction, ...] = (look_round, check_the_ranks, build, wait_for_its_turn, time_steps)
 """The stages until the steps are timed. A failure in one becomes the run's status and ends the run. Where memory ran
 out in a step, one more step records what filled it."""
 

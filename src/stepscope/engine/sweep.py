@@ -12,10 +12,13 @@ import itertools
 import os
 import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
-from typing import Self, TypeGuard
+from typing import IO, Self, TypeGuard
+
+import msgspec
 
 from stepscope.allocations.prediction.estimate import estimate_quickly
 from stepscope.allocations.prediction.fit import Budget, budget_of_memory, budget_of_total, will_fit
@@ -34,7 +37,7 @@ from stepscope.engine.cell_process import CellProcess, kill_marked
 from stepscope.engine.cluster import Cluster, terms_of
 from stepscope.engine.forks import Forks
 from stepscope.engine.measured_cell import REFUSED, WRONG, DevicePlace, Place, PlaceLost, record
-from stepscope.engine.request import Stage, StepRequest
+from stepscope.engine.request import WAITS, Stage, StepRequest, Tell, Turn
 from stepscope.engine.sweep_plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, TellSweep
 from stepscope.recording.nvml import smallest_gpu
 
@@ -74,6 +77,10 @@ class Series:
 
     def __exit__(self, *raised: object) -> None:
         self.close()
+
+    def begin(self) -> None:
+        """Start the process that forks cells, which imports PyTorch while this one does."""
+        self.loop.run(self.forks.begin())
 
     def close(self) -> None:
         """End the process that forks cells."""
@@ -180,7 +187,9 @@ class _Sweep:
 
     async def _measure_all(self) -> None:
         try:
-            if self._waiting:
+            if self._waiting and self._policy.side_by_side > 1:
+                await self._measure_in_waves()
+            elif self._waiting:
                 async with asyncio.TaskGroup() as workers:
                     async for place in self._places():
                         self.state.places += 1
@@ -192,6 +201,31 @@ class _Sweep:
                 self._forks.close()
             if self._cluster is not None:
                 await self._cluster.close()
+
+    async def _measure_in_waves(self) -> None:
+        """As many cells as get ready side by side, and the next ones when these have ended: whatever gets ready keeps
+        the device busy."""
+        place = DevicePlace(self._plan.devices[0], self._policy.timeout_s, self._next_mark, self._forks)
+        self.state.places = 1
+        while self._waiting:
+            wave = self._waiting[: self._policy.side_by_side]
+            del self._waiting[: len(wave)]
+            with _Turns(len(wave)) as turns:
+                async with asyncio.TaskGroup() as cells:
+                    for number, cell in enumerate(wave):
+                        cells.create_task(self._measure_in_turn(cell, place, turns, number))
+
+    async def _measure_in_turn(self, cell: CellState, place: Place, turns: "_Turns", number: int) -> None:
+        request = msgspec.structs.replace(self._request(cell.cell, place.device), turn=turns.of(number))
+
+        def tell(stage: Stage) -> None:
+            if stage.name == WAITS:
+                turns.ready(number)
+            self._tell_stage(cell, stage)
+
+        run = await self._measure(cell, place, request, tell)
+        turns.ended(number)
+        await self._end(cell, run)
 
     async def _places(self) -> AsyncGenerator[Place]:
         """Where cells are measured: the devices of this machine, or what the nodes of a cluster have."""
@@ -243,21 +277,25 @@ class _Sweep:
                 message = f"{'-'.join(smaller.workload.words())} ran out of memory"
                 run = record(request, None, "skipped", Failure(message=message, during="plan"))
             else:
-                start = time.monotonic()
-                cell.state = "measuring"
-                self._tell(self.state)
-                modules = self._imported if cell.cell.repeat is None else None
                 try:
-                    run = await place.measure(request, modules, functools.partial(self._tell_stage, cell))
+                    run = await self._measure(cell, place, request, functools.partial(self._tell_stage, cell))
                 except PlaceLost as lost:
                     await self._measure_elsewhere(cell, request, lost)
                     return
-                if self._policy.refuses and run.failure is not None and run.failure.during in (REFUSED, WRONG):
-                    shutil.rmtree(self._out / run.id, ignore_errors=True)
-                    raise (GateFailure if run.failure.during == WRONG else InputError)(run.failure.message)
-                cell.seconds = time.monotonic() - start
                 memory_bytes = run.environment.memory_bytes if run.environment is not None else memory_bytes
             await self._end(cell, run)
+
+    async def _measure(self, cell: CellState, place: Place, request: StepRequest, tell: Tell) -> Run:
+        """The run of a cell, measured in this place. Raises PlaceLost, and what a refusal says where one ends all."""
+        start = time.monotonic()
+        cell.state = "measuring"
+        self._tell(self.state)
+        run = await place.measure(request, self._imported if cell.cell.repeat is None else None, tell)
+        if self._policy.refuses and run.failure is not None and run.failure.during in (REFUSED, WRONG):
+            shutil.rmtree(self._out / run.id, ignore_errors=True)
+            raise (GateFailure if run.failure.during == WRONG else InputError)(run.failure.message)
+        cell.seconds = time.monotonic() - start
+        return run
 
     async def _next(self) -> CellState | None:
         """The next cell that waits; None when all have ended: until then, a place that is lost gives its cell back."""
@@ -315,6 +353,46 @@ class _Sweep:
             repeat=cell.repeat, against=cell.against, memory_limit_bytes=plan.memory_limit_bytes,
             peak_flops_per_s=plan.peak_flops_per_s, trace=plan.trace, memory=plan.memory,
         )  # fmt: skip
+
+
+class _Turns:
+    """The turns of cells that get ready side by side: each is timed when all are ready, and those before it ended."""
+
+    def __init__(self, cells: int) -> None:
+        self._cells, self._unready = cells, set(range(cells))
+        self._running: int | None = None
+        self._locked: dict[int, IO[str]] = {}
+
+    def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="stepscope-turns-")
+        for number in range(self._cells):
+            self._locked[number] = Path(self._folder.name, str(number)).open("w")
+            fcntl.flock(self._locked[number], fcntl.LOCK_EX)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for file in self._locked.values():
+            file.close()
+        self._folder.cleanup()
+
+    def of(self, number: int) -> Turn:
+        """What the cell is told."""
+        return Turn(file=str(Path(self._folder.name, str(number))), waiting=self._cells - number - 1)
+
+    def ready(self, number: int) -> None:
+        """Take in that this cell waits."""
+        self._unready.discard(number)
+        if not self._unready and self._running is None and self._locked:
+            self._running = min(self._locked)
+            self._locked.pop(self._running).close()
+
+    def ended(self, number: int) -> None:
+        """Take in that this cell has ended, with a result or without one."""
+        if number in self._locked:
+            self._locked.pop(number).close()
+        if self._running == number:
+            self._running = None
+        self.ready(number)
 
 
 # Predicts which cells of a sweep will run out of memory, before the first of them runs.

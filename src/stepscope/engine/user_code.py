@@ -55,7 +55,7 @@ def ask_apart(
         descriptors = (file.fileno(),) if told is None else (file.fileno(), told)
         command = [sys.executable, "-P", "-m", module, ",".join(map(str, descriptors)), *arguments]
         # Our stdout is for our result, so whatever the user's code prints goes to stderr.
-        mark = f"own-code-{os.getpid()}-{file.fileno()}"
+        mark = f"{_mark_of_all()}{file.fileno()}."  # which begins no other
         child = _Child()
         try:
             with interrupts.notifying(child.interrupt) if keeps else contextlib.nullcontext():
@@ -85,6 +85,16 @@ def ask_apart(
         error = answer.error or f"{what}: KeyboardInterrupt was raised"
         raise (errors.DeviceError if answer.exit_code == errors.EXIT_DEVICE_FAILED else errors.InputError)(error)
     return answer.data.encode()
+
+
+def _mark_of_all() -> str:
+    """How the marks of all processes begin that this one asks."""
+    return f"own-code-{os.getpid()}-"
+
+
+def end_asked() -> None:
+    """End every process that this one has asked and that has not answered yet, on whichever thread."""
+    kill_marked(_mark_of_all())
 
 
 class _Child:
