@@ -300,6 +300,72 @@ def test_a_model_with_dropout_in_attention_is_tried_together_with_what_takes_it(
     assert taken.change == {**refused.change, "attention": "sdpa"}
 
 
+def compiled_first(bench: Written, **own: Any) -> Search:
+    step = FactoryWorkload(model=UserModel(name=""), factory="own.py:make", **own)
+    search = Search(step, on_gpu=True, compiles=True)
+    search.run(bench)
+    return search
+
+
+def test_a_user_s_model_is_compiled_first_with_its_norms_left_to_the_compiler():
+    first, *_ = compiled_first(Own(0.9)).tried
+    assert (first.round, first.verdict, first.change["compile"]) == ("together", "taken", "default")
+    assert {part for part, name in first.change.items() if name == "fused"} == {"mlp", "loss"}
+    # What is compiled already, or must stay as it is, is no part of it.
+    assert "compile" not in compiled_first(Own(0.9), compile="blocks").tried[0].change
+    assert "compile" not in searched_own(0.9)[0].tried[0].change
+
+
+@pytest.mark.parametrize(
+    ("verdict", "why"),
+    [
+        ("refused", "forward cannot be captured into a CUDA graph: an error; leave out --graph step"),
+        ("failed", "the process was killed"), ("doubted", "it fell back to eager"), ("does not fit", "out of memory"),
+    ],
+)  # fmt: skip
+def test_where_a_user_s_model_does_not_compile_the_rest_is_tried_without(verdict: Any, why: str):
+    class Uncompiled(Own):
+        def race(self, best: Workload, other: Workload) -> Tried:
+            if other.compile != "eager":
+                return Tried(round="", change={}, verdict=verdict, why=why)
+            return super().race(best, other)
+
+    first, second, *_ = compiled_first(Uncompiled(0.9)).tried
+    assert (first.verdict, second.round, second.verdict) == (verdict, "together", "taken")
+    assert second.change.keys() ^ first.change.keys() == {"compile", "norm"}
+    assert {part for part, name in second.change.items() if name == "fused"} == {"norm", "mlp", "loss"}
+
+
+def test_a_compiled_model_without_such_modules_has_the_rest_compiled():
+    search = compiled_first(Own(None))
+    refused, again = (tried for tried in search.tried if tried.round == "together")
+    assert (refused.verdict, again.verdict, again.change["compile"]) == ("refused", "taken", "default")
+    assert "fused" not in again.change.values()
+
+
+def test_how_soon_a_search_was_near_its_end_is_told():
+    def tried(ratio: float, ended_s: float | None, verdict: Any = "taken") -> Tried:
+        return Tried(round="a", change={"graph": "step"}, verdict=verdict, ratio=ratio, ended_s=ended_s)
+
+    def near(*races: Tried) -> float | None:
+        step = workload()
+        change = Change(ratio=0.5, processes=(5, 5), interval=Interval(low=0.49, high=0.51))
+        found = Tuned(
+            asked=step, baseline=step, best=step, tried=races, seconds=371.0, baseline_s=2.0, best_s=1.0,
+            confirmed=change,
+        )  # fmt: skip
+        found = msgspec.structs.replace(found, best=msgspec.structs.replace(step, dtype="bf16"))
+        said = [line.text for line in answer_tuned(found).lead if "ended after" in line.text]
+        at = found.near_end_s
+        assert said == ([] if at is None else [f"Within 5 % of the end in {at:.0f} s, ended after 371 s."])
+        return at
+
+    assert near(tried(0.2, 119.0), tried(1.1, 150.0, "slower"), tried(0.97, 180.0), tried(0.99, 200.0)) == 119.0
+    assert near(tried(0.2, 119.0), tried(0.94, 180.0), tried(0.99, 200.0)) == 180.0
+    assert near(tried(0.2, None), tried(0.94, 180.0)) == 180.0 and near(tried(0.2, None)) is None
+    assert near() is None
+
+
 def test_kernels_of_which_a_model_has_none_are_asked_for_once():
     search, _ = searched_own(None, frozenset({"dtype", "optimizer", "attention", "projections"}))
     assert [(t.round, t.verdict) for t in search.tried if "fused" in t.change.values()] == [("together", "refused")]
@@ -736,7 +802,7 @@ def test_what_the_user_named_is_raced_first_and_alone_in_its_field(tmp_path: Pat
     assert "not-confirmed" in kinds
 
 
-def test_a_step_alone_takes_less_than_a_race_of_two(tmp_path: Path):
+def test_a_step_alone_takes_less_than_a_race_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
     racing = Racing(device="cpu", out=str(tmp_path), budget_s=600, clock=lambda: now[0])
     first, second = workload(layers=1), workload(layers=2)
@@ -757,6 +823,20 @@ def test_a_step_alone_takes_less_than_a_race_of_two(tmp_path: Path):
     # Ten processes that confirm and two that train import PyTorch, which the races, forked, had imported.
     racing._series.forks = SimpleNamespace(import_s=7.0, close=lambda: None)  # pyright: ignore[reportAttributeAccessIssue]
     assert racing.time_left(first, second) and racing.needed_s == 60 + 60 + 5 * sum(alone) + trained + 12 * 7
+    # Side by side, processes get ready in waves as large as the memory holds, half as long again; then each is alone.
+    from_here = (9 + 5 + 1, 9 + 5 + 19)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr("stepscope.questions.tuning_races.host_memory", lambda: (0, 200 << 30))
+    racing._held_bytes, gpu = 30 << 30, make_run().environment
+    assert gpu is not None and racing.side_by_side(first, second) == 1, "the device's memory is not known"
+    racing.where = msgspec.structs.replace(gpu, memory_bytes=140 << 30)
+    assert racing.side_by_side(first, second) == 8, "four times both steps, and some memory left"
+    own = sum(alone) - sum(from_here)
+    trained = max(9 + 7 + 3 * (5 + 1 + 50 * 0.5), 9 + 7 + 5 + 19 + 50 * 0.1)  # beside each other, too
+    assert racing.time_left(first, second)
+    assert racing.needed_s == pytest.approx(60 + 60 + 5 * own + 2 * 1.5 * (7 + max(from_here)) + trained)
+    racing._held_bytes = 130 << 30
+    assert racing.side_by_side(first, second) == 1, "no room for two"
     run = make_run(step=[1.0, 2.0])
     warmed = msgspec.structs.replace(run.samples["step"], warmup_s=(9.0, 0.5))
     run = msgspec.structs.replace(run, samples={"step": warmed})

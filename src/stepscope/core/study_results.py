@@ -79,6 +79,11 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     """The most bytes of tensors at once; None where two models lay in the memory, or it was not counted."""
     why: str = ""
     """The reason of a refusal, a failure or a doubt, in one line."""
+    began_s: float | None = None
+    """When its race began, in seconds of the search; None where there was none, and in searches from before this was
+    kept. What an earlier search had measured is found at once."""
+    ended_s: float | None = None
+    """When its race ended."""
     runs: tuple[str, ...] = ()
     """The runs of the best step until then, and of this one."""
 
@@ -86,6 +91,10 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 def change_words(change: Mapping[str, str | int]) -> str:
     """A change in words: `dtype bf16-master, kernels fused`, where all parts have one name."""
     return ", ".join(f"{name} {value}" for name, value in kernels_at_once(change).items())
+
+
+NEAR = 0.05
+"""How much longer than the last one a step may take that is near the end."""
 
 
 class LossCurve(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +142,21 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     folder: str = ""
     """Where the runs are."""
+
+    @property
+    def near_end_s(self) -> float | None:
+        """When the best step until then was within NEAR of the end, in seconds of the search. None where a time or a
+        ratio of what was taken is not known, or nothing was taken."""
+        taken = [tried for tried in self.tried if tried.verdict == "taken"]
+        behind, reached_s = 1.0, None
+        for tried in reversed(taken):
+            if behind < 1 / (1 + NEAR):
+                break
+            if tried.ratio is None or tried.ended_s is None:
+                return None
+            reached_s = tried.ended_s
+            behind *= tried.ratio
+        return reached_s
 
 
 # What graph breaks and recompilations of a user's module cost, as it was measured: plain data that travels.

@@ -96,6 +96,8 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the cluster's node that measures; None on the machine of the command."""
     turn: Turn | None = None
     """Where it is timed among processes that get ready beside it; None where none do."""
+    ceilings: bool = True
+    """Whether the device's ceilings are measured where they are not known yet."""
     in_seconds: bool = False
     """Whether the settings' seconds bound the whole run, and not its measured steps alone."""
 

@@ -129,7 +129,7 @@ def find_ceilings(draft: Draft) -> None:
     if draft.ranks.ranks > 1 and draft.device.type == "cpu":
         return  # ranks that share a processor would each measure what the others leave it
     stored = load_ceilings(draft.device)
-    if is_over(draft, 3.0, "measured ceilings" if stored is None else ""):
+    if not draft.request.ceilings or is_over(draft, 3.0, "measured ceilings" if stored is None else ""):
         draft.set(ceilings=stored)
         return
     draft.begin("ceiling")

@@ -352,6 +352,7 @@ class _Sweep:
             workload=cell.workload, settings=cell.settings, device=device, out=plan.out, tag=plan.tag, sweep=plan.key,
             repeat=cell.repeat, against=cell.against, memory_limit_bytes=plan.memory_limit_bytes,
             peak_flops_per_s=plan.peak_flops_per_s, trace=plan.trace, memory=plan.memory,
+            ceilings=self._policy.ceilings,
         )  # fmt: skip
 
 

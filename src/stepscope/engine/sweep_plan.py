@@ -77,6 +77,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """The Ray cluster whose nodes measure, as `ray://HOST`, or `auto`; None: the devices of this machine do."""
     side_by_side: int = 1
     """How many cells of its one device get ready at once, before they are timed one after another."""
+    ceilings: bool = True
+    """Whether the device's ceilings are measured where they are not known yet."""
     start: ProcessStart = "fork"
     """How cells' processes come to be. Repeated cells are a Python of their own each, whatever this says: what forked
     ones share is part of what makes processes differ."""

@@ -88,11 +88,24 @@ def _groups(best: Workload) -> Iterator[Change]:
     yield {"projections": "joint"}
 
 
-def groups_that_may(best: Workload, kept: frozenset[str]) -> list[Change]:
-    """The usually faster changes (`_groups`) that this step can take together, without the fields in `kept`."""
+COMPILED: Change = {"compile": "default"}
+LEFT_TO_THE_COMPILER = ("norm", "rope")
+"""Parts that a compiler fuses with what stands beside them: as kernels of their own they were slower."""
+
+
+def _compiled_groups(best: Workload) -> Iterator[Change]:
+    """The same, compiled. Of the models people train, each was fastest so (results/h200/own-step)."""
+    for group in _groups(best):
+        yield {part: name for part, name in group.items() if part not in LEFT_TO_THE_COMPILER}
+    yield COMPILED
+
+
+def groups_that_may(best: Workload, kept: frozenset[str], *, compiled: bool = False) -> list[Change]:
+    """The usually faster changes (`_groups`) that this step can take together, without the fields in `kept`. compiled:
+    whether torch.compile is one of them."""
     groups: list[Change] = []
     step = best
-    for group in _groups(best):
+    for group in (_compiled_groups if compiled and "compile" not in kept else _groups)(best):
         different = {name: value for name, value in group.items() if getattr(best, name) != value and name not in kept}
         different = {name: value for name, value in different.items() if name in best.__struct_fields__}
         if different:
@@ -253,6 +266,12 @@ ROUNDS: tuple[Round, ...] = (
 )
 
 
+def _with_all_parts(groups: list[Change], start: Workload, kept: frozenset[str]) -> list[Change]:
+    """The groups, with the parts that were left to the compiler, where they have other parts."""
+    whole: Change = {part: "fused" for part in start.parts if part not in kept}
+    return [whole if group.keys() <= whole.keys() else group for group in groups]
+
+
 def together(groups: list[Change]) -> Round:
     """All of these at once; where they are one or none, their own rounds try them."""
     whole = {name: value for group in groups for name, value in group.items()}
@@ -339,6 +358,19 @@ def refused_fields(why: str) -> frozenset[str]:
     return next((frozenset({field}) for words, field in named.items() if words in why), frozenset(PARTS))
 
 
+def blamed_fields(tried: Tried) -> frozenset[str]:
+    """The fields of a user's step without which what was tried together may be tried again. Where it ran compiled and
+    was refused by a graph, failed or was not faster, compiling is blamed: it is the least sure of them."""
+    if tried.verdict in ("not reached", "taken"):
+        return frozenset()
+    fields = refused_fields(tried.why) if tried.verdict == "refused" else frozenset({"graph"})
+    if "compile" in tried.change and fields == {"graph"}:
+        return frozenset({"compile"})
+    if tried.verdict == "refused":
+        return fields
+    return frozenset(PARTS) if tried.verdict == "failed" else frozenset()
+
+
 @dataclass
 class Search:
     """A search as it goes on: stopped at any moment, it has what it found."""
@@ -348,6 +380,8 @@ class Search:
     kept: frozenset[str] = frozenset()
     named: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     """By field, names that the user chose: they are raced first, and nothing else in that field."""
+    compiles: bool = False
+    """Whether a user's step is compiled with all that is usually faster."""
     best: Workload = field(init=False)
     tried: list[Tried] = field(default_factory=list[Tried])
 
@@ -364,7 +398,8 @@ class Search:
             self._go(round_, bench, tell)
         self._go_between("blocks", bench, tell)
         before = self.best
-        usual = groups_that_may(before, self.kept) if self.on_gpu else []
+        compiled = self.compiles and before.sizes is None and before.compile == "eager"
+        usual = groups_that_may(before, self.kept, compiled=compiled) if self.on_gpu else []
         usual = self._go_together(usual, bench, tell)
         improved = self.best != before
         for round_ in ROUNDS:
@@ -390,17 +425,20 @@ class Search:
         the change is tried again without what was refused. What the model does not have at all, no later round asks
         for.
         """
+        start = self.best
         self._go(together(usual), bench, tell)
         while self.best.factory and self.tried and self.tried[-1].round == TOGETHER:
             last = self.tried[-1]
-            fields = refused_fields(last.why) if last.verdict == "refused" else frozenset(PARTS)
+            fields = blamed_fields(last)
             others = [group for group in usual if not group.keys() <= fields]
-            if last.verdict not in ("refused", "failed") or len(others) == len(usual):
+            if len(others) == len(usual):
                 break
             if last.verdict == "refused" and any(words in last.why for words in ABSENT):
                 self.kept |= fields
             elif fields == {"attention"} and OURS in usual:  # dropout is left to SDPA, without a mask
                 others.append({"attention": "sdpa"})
+            elif fields == {"compile"}:
+                others = _with_all_parts(others, start, self.kept)
             tries, usual = len(self.tried), others
             self._go(together(usual), bench, tell)
             if len(self.tried) == tries:
@@ -474,6 +512,11 @@ NUMERIC = ("dtype", "optimizer")
 are taken back where the losses depart."""
 
 
+TIME_TO_COMPILE_S = 240.0
+"""Seconds without which a user's step is not compiled before its eager one is raced: of half a billion parameters, the
+first race took 90 to 120 s so, and the end as long (docs/tuning.md)."""
+
+
 def tune(
     start: Workload, racing: Racing, *, device: str, on_gpu: bool, kept: frozenset[str] = frozenset(),
     named: Mapping[str, Sequence[str]] | None = None, memory_limit_bytes: int | None = None,
@@ -485,6 +528,10 @@ def tune(
     tried, in words. Interrupted, it returns what it found. Raises InputError for a step that is no training step, or
     that nothing makes fit.
     """
+
+    def timed(words: str) -> None:
+        tell(f"after {racing.seconds:.0f} s, {words}")
+
     if start.phase != "train":
         raise InputError(f"tune makes a training step faster, and --phase {start.phase} asks for another: leave it out")
     try:
@@ -492,20 +539,22 @@ def tune(
     except KeyboardInterrupt:
         return Tuned(asked=start, baseline=start, best=start, interrupted=True, seconds=racing.seconds)
     left = racing.fixed | (racing.absent - {*(named or {})})
-    search = Search(baseline=baseline, on_gpu=on_gpu, kept=kept | left, named=named or {})
+    compiles = racing.budget_s - racing.seconds > TIME_TO_COMPILE_S
+    search = Search(baseline=baseline, on_gpu=on_gpu, kept=kept | left, named=named or {}, compiles=compiles)
     tuned = Tuned(asked=start, baseline=baseline, best=baseline)
     try:
-        search.run(racing, tell)
+        search.run(racing, timed)
         tuned = search.so_far(start)
         while tuned.best != baseline:
             if not racing.time_for_losses(baseline, tuned.best):
                 tuned = msgspec.structs.replace(tuned, why_no_losses="the budget leaves no time for it")
                 break
-            tell("losses of both steps")
+            timed("losses of both steps")
             try:
                 losses = curves(
-                    baseline, tuned.best, device, memory_limit_bytes, out=Path(racing.out), fresh=racing.fresh
-                )
+                    baseline, tuned.best, device, memory_limit_bytes, out=Path(racing.out), fresh=racing.fresh,
+                    at_once=racing.side_by_side(baseline, tuned.best) > 1,
+                )  # fmt: skip
             except StepscopeError as error:
                 tuned = msgspec.structs.replace(tuned, curves=(), why_no_losses=str(error))
                 break
@@ -516,7 +565,7 @@ def tune(
                 break
             tuned = without_numeric_changes(tuned)
         if tuned.best != baseline and racing.time_to_confirm(baseline, tuned.best):
-            tell("both steps in processes of their own")
+            timed("both steps in processes of their own")
             tuned = _confirmed(tuned, racing)
     except KeyboardInterrupt:
         known = tuned if tuned.tried else search.so_far(start)

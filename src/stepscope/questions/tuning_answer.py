@@ -7,7 +7,7 @@ import msgspec
 from stepscope.core import answer
 from stepscope.core.formulas.spelled import cell_name, describe_workload, run_call, run_command, script_lines
 from stepscope.core.samples import INTERVALS
-from stepscope.core.study_results import NAMED, Tuned, change_words
+from stepscope.core.study_results import NAMED, NEAR, Tuned, change_words
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
 from stepscope.core.workloads import Workload
 from stepscope.runs.run_sets import interval_text
@@ -62,6 +62,10 @@ def _lead(tuned: Tuned) -> Iterator[answer.Line]:
         f"{times}: {1 / change.ratio:.2f} times as fast ({sure}; {counted(change.processes[1], 'process')} a side).",
         "strong",
     )
+    if tuned.near_end_s is not None:
+        yield answer.Line(
+            f"Within {100 * NEAR:.0f} % of the end in {tuned.near_end_s:.0f} s, ended after {tuned.seconds:.0f} s."
+        )
 
 
 def _said(tuned: Tuned, workload: Workload) -> str:

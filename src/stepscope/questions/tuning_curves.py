@@ -11,6 +11,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from stepscope.core.files import replace_file
 from stepscope.core.study_results import LossCurve
 from stepscope.core.workloads import Workload
 from stepscope.engine.stages import make_step
-from stepscope.engine.user_code import answer_apart, ask_apart
+from stepscope.engine.user_code import answer_apart, ask_apart, end_asked
 from stepscope.questions.quality_answer import departure, reach_of, smoothed, starts_apart, window_of
 from stepscope.recording.device import limit_memory
 from stepscope.recording.environment import resolve_device
@@ -138,18 +139,30 @@ def _sums(step: AssembledStep) -> list[float]:
 
 def curves(
     baseline: Workload, best: Workload, device: str, memory_limit_bytes: int | None = None, *,
-    out: Path | None = None, fresh: bool = False,
+    out: Path | None = None, fresh: bool = False, at_once: bool = False,
 ) -> tuple[LossCurve, ...]:  # fmt: skip
     """Losses of the baseline, of the baseline from other starts, where it has any, and of the fastest step.
 
     out: where a search keeps its runs. Losses are kept there, too, and those of an earlier search taken, unless fresh.
+    at_once: whether the device has room for both steps: nothing is timed, so they may train beside each other.
     """
     training = Training(workload=baseline, device=device, memory_limit_bytes=memory_limit_bytes)
     starts = {f"baseline, start {n + 1}": baseline.seed + n for n in range(1, 1 + OTHER_STARTS)}
     others = (msgspec.structs.replace(training, start_seed=seed) for seed in starts.values())
-    by_name = dict(zip(("baseline", *starts), _kept_losses((training, *others), out, fresh), strict=True))
-    by_name |= {"fastest": _kept_losses((msgspec.structs.replace(training, workload=best),), out, fresh)[0]}
+    sides = ((training, *others), (msgspec.structs.replace(training, workload=best),))
+    trained = _at_once(sides, out, fresh) if at_once else [_kept_losses(side, out, fresh) for side in sides]
+    by_name = dict(zip(("baseline", *starts, "fastest"), itertools.chain(*trained), strict=True))
     return tuple(LossCurve(name=name, losses=tuple(losses)) for name, losses in by_name.items() if losses is not None)
+
+
+def _at_once(sides: Sequence[tuple[Training, ...]], out: Path | None, fresh: bool) -> list[list[list[float] | None]]:
+    """The losses of both sides, which train beside each other. An interrupt ends their processes."""
+    with ThreadPoolExecutor(len(sides)) as threads:
+        try:
+            return [*threads.map(lambda side: _kept_losses(side, out, fresh), sides)]
+        except BaseException:
+            end_asked()
+            raise
 
 
 def _kept_losses(trainings: tuple[Training, ...], out: Path | None, fresh: bool) -> list[list[float] | None]:

@@ -1,10 +1,11 @@
 """What measures for a search: races turn by turn in one process, and processes of their own that confirm its end."""
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -33,17 +34,33 @@ from stepscope.engine.measured_cell import REFUSED, WRONG
 from stepscope.engine.sweep import Series, fits, is_foretold, memory_of, needed_bytes, run_sweep
 from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan, SweepState, TellSweep, order_cells, repeated
 from stepscope.questions.tuning_curves import STEPS, TRAININGS
+from stepscope.recording.device import host_memory
 from stepscope.recording.nvml import smallest_gpu
 from stepscope.runs.run_sets import RunSet, change_of, paired_ratios, sets_of
 
 RACED = msgspec.structs.replace(settings_from(None, None, seconds=2.0, no_profile=True), warmup_seconds=2.0)
 """How long the two steps of a race take turns. What drifts meets both, so they need not be as steady as one alone."""
 
+TRIED = msgspec.structs.replace(RACED, warmup_seconds=0.5, steps_floor=3, seconds=0.5)
+"""How long the step that is asked for runs by itself before the first race: no verdict needs its time."""
+
 ALONE = settings_from(None, None, seconds=3.0, no_profile=True)
 """How long a step is measured that takes no turns: it must be steady by itself."""
 
 _LONGEST_S = Policy().timeout_s
 """Seconds that a race may take at most, whatever the budget."""
+
+KEPT_SHARE = 0.6
+"""The share of the time to compile that a later process does not need, at least. What stays is following the model's
+Python: four layers of a Qwen-like model took 8.6 s again, after 74 s, on two cores; and GPT-2 medium on an H200 2.6 s
+compiled by blocks, after 11 to 17 s (results/h200/fit-choices)."""
+
+GET_READY = 1.5
+"""How many times as long processes may take to get ready side by side as one alone."""
+_HOST_BYTES = 6 << 30
+"""Memory of the host for each of these processes, and its compilers."""
+_DEVICE_SHARE = 0.9
+"""The share of the device's memory that they may fill together."""
 
 _DEVIATIONS = statistics.NormalDist().inv_cdf(0.975)
 
@@ -55,12 +72,18 @@ class Turns:
     start_s: float
     """Until its run had begun: the process, and the device's own start."""
     first_s: Mapping[str, float]
-    """By a step's key, what its first step took. Where it compiles, a later process takes nearly as long, though it
-    finds graphs on disk: a Qwen-like model of half a billion parameters 28 to 39 s, after 43 (results/h200/tune)."""
+    """By a step's key, what its first step took."""
     later_s: Mapping[str, float]
     """By a step's key, what its other steps took."""
     step_s: Mapping[str, float]
     """By a step's key, the median of those."""
+    kept_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    """By a step's key, what of its first step compiled what a later process finds on disk."""
+
+    def ready_s(self, key: str, whole_s: float) -> float:
+        """What of a process that measures this step alone comes before its steps are timed: the start, the model, and
+        the first step."""
+        return self.start_s + self._made_s(whole_s) / 3 + self._later_first_s(key)
 
     def alone_s(self, key: str, whole_s: float) -> float:
         """What a process would take that measures this step alone, of the whole time for both.
@@ -68,12 +91,15 @@ class Turns:
         What is neither start nor steps is making both models and looking at what they do, of which they share some: on
         an H200, processes of `large` and of a Qwen-like model of half a billion parameters took two thirds of it.
         """
-        return self.start_s + self._made_s(whole_s) * 2 / 3 + self.first_s[key] + self.later_s[key]
+        return self.start_s + self._made_s(whole_s) * 2 / 3 + self._later_first_s(key) + self.later_s[key]
 
     def trained_s(self, key: str, whole_s: float) -> float:
         """What a training of this step would take in a process that has begun: it makes the model and looks at
         nothing."""
-        return self._made_s(whole_s) / 3 + self.first_s[key] + STEPS * self.step_s[key]
+        return self._made_s(whole_s) / 3 + self._later_first_s(key) + STEPS * self.step_s[key]
+
+    def _later_first_s(self, key: str) -> float:
+        return self.first_s[key] - self.kept_s.get(key, 0.0)
 
     def _made_s(self, whole_s: float) -> float:
         return max(0.0, whole_s - self.start_s - sum(self.first_s.values()) - sum(self.later_s.values()))
@@ -86,13 +112,14 @@ class Racing:
     def __init__(
         self, *, device: str, out: str, budget_s: float, memory_limit_bytes: int | None = None, tag: str | None = None,
         fresh: bool = False, tell: TellSweep = lambda _: None, clock: Callable[[], float] = time.monotonic,
+        series: Series | None = None,
     ) -> None:  # fmt: skip
         """fresh: whether nothing that an earlier search measured is taken. tell: is given the state of each sweep of
-        cells as it goes on."""
+        cells as it goes on. series: of the device, which may have begun."""
         self.fresh = fresh
         self._device, self.out, self._limit, self._tag = device, out, memory_limit_bytes, tag
         self._tell, self._clock, self.budget_s = tell, clock, budget_s
-        self._began, self._series = clock(), Series(device)
+        self._began, self._series = clock(), series or Series(device)
         self._longest_s = 0.0
         self._took_s: dict[str, float] = {}
         """By a step's key, the shortest time of a process that measured it: later ones find it compiled."""
@@ -100,6 +127,10 @@ class Racing:
         """How long the process of the last race took to begin, where that is known."""
         self._trained_s: dict[str, float] = {}
         """By a step's key, the shortest time of a training in a process that has begun, as its races foretell it."""
+        self._ready_s: dict[str, float] = {}
+        """By a step's key, the shortest time until a process that measures it alone has made its first step."""
+        self._held_bytes = 0
+        """The most that a race had on the device: both steps."""
         self._turns: Turns | None = None
         """The time of the last race, where both steps took turns in one process."""
         self._compiled_s = 0.0
@@ -165,14 +196,31 @@ class Racing:
     def _end_s(self, baseline: Workload, best: Workload) -> tuple[float, float]:
         """Seconds that it takes to train these two, and to confirm them."""
         import_s = self._series.forks.import_s  # races are forked; what trains and confirms imports PyTorch again
-        train_s = confirm_s = 0.0
+        train_s, confirm_s = list[float](), 0.0
+        at_once = self.side_by_side(baseline, best)
         for one, trainings in ((baseline, TRAININGS - 1), (best, 1)):
             alone_s = self._took_s.get(one.key, self._longest_s)
             trained_s = self._trained_s.get(one.key, max(0.0, alone_s - self._start_s))
             # One process, or one of each rank, trains it from all its starts.
-            train_s += import_s + self._start_s + trainings * trained_s
-            confirm_s += FEWEST_PROCESSES * (import_s + alone_s)
-        return train_s, confirm_s
+            train_s.append(import_s + self._start_s + trainings * trained_s)
+            alone_s += import_s if at_once == 1 else -self._ready_s[one.key]
+            confirm_s += FEWEST_PROCESSES * alone_s
+        if at_once == 1:
+            return sum(train_s), confirm_s
+        ready_s = GET_READY * (import_s + max(self._ready_s[one.key] for one in (baseline, best)))
+        return max(train_s), confirm_s + math.ceil(2 * FEWEST_PROCESSES / at_once) * ready_s
+
+    def side_by_side(self, baseline: Workload, best: Workload) -> int:
+        """How many processes of these two steps may get ready at once: as many as the device's memory and the host's
+        hold, and 1 where that is not known, or where those that wait would wait too long."""
+        if not self._held_bytes or self.where is None or self.where.memory_bytes is None:
+            return 1
+        if not {baseline.key, best.key} <= self._ready_s.keys():
+            return 1
+        own_s = sum(self._took_s[one.key] - self._ready_s[one.key] for one in (baseline, best))
+        pairs = int(_DEVICE_SHARE * self.where.memory_bytes / self._held_bytes)
+        most = min(2 * pairs, 2 * FEWEST_PROCESSES, (host_memory()[1] or 0) // _HOST_BYTES, os.cpu_count() or 1)
+        return most if most > 1 and FEWEST_PROCESSES * own_s < _LONGEST_S / 2 else 1
 
     def fits(self, workload: Workload) -> str | None:
         """Why the step does not fit, by prediction; None where it does, or nothing predicts it."""
@@ -194,10 +242,9 @@ class Racing:
     def runs_alone(self, workload: Workload) -> str | None:
         """Why the step runs out of memory here; None where it runs. Raises InputError for one that cannot run as asked,
         and DeviceError for one that fails."""
-        settings = ALONE if workload.ranks > 1 else RACED
+        settings = ALONE if workload.ranks > 1 else TRIED
         (run,) = self._measured(Cell(workload=workload, settings=settings), refuses=True)
-        # PyTorch was loaded from the disk, and the device's ceilings were measured: no race does so again. What the
-        # steps took, a race takes at least.
+        # PyTorch was loaded from the disk: no race does so again. What the steps took, a race takes at least.
         self._compiled_s = self._imported_s = 0.0
         self._longest_s = max(self._longest_s, steps_s(run))
         if run.status == "out-of-memory":
@@ -215,6 +262,11 @@ class Racing:
 
     def race(self, best: Workload, other: Workload) -> Tried:
         """The other step beside the best: by turns in one process, or one after another where that cannot hold both."""
+        began_s = self.seconds
+        tried = self._race(best, other)
+        return msgspec.structs.replace(tried, began_s=round(began_s, 1), ended_s=round(self.seconds, 1))
+
+    def _race(self, best: Workload, other: Workload) -> Tried:
         began, processes = self._clock(), 1
         self._turns = None
         try:
@@ -239,6 +291,9 @@ class Racing:
         for one in workloads:
             alone_s = took_s / processes if turns is None else turns.alone_s(one.key, whole_s)
             self._took_s[one.key] = min(self._took_s.get(one.key, math.inf), alone_s)
+            if turns is not None:
+                ready_s = turns.ready_s(one.key, whole_s)
+                self._ready_s[one.key] = min(self._ready_s.get(one.key, math.inf), ready_s)
             if turns is not None and one.key in turns.step_s:
                 self._start_s, trained_s = turns.start_s, turns.trained_s(one.key, whole_s)
                 self._trained_s[one.key] = min(self._trained_s.get(one.key, math.inf), trained_s)
@@ -246,7 +301,10 @@ class Racing:
     def confirm(self, baseline: Workload, best: Workload) -> tuple[RunSet, RunSet, Change | None]:
         """Both steps in processes of their own, by rounds; and how many times as long the best one takes."""
         cells = [Cell(workload=workload, settings=ALONE) for workload in (baseline, best)]
-        runs = self._measured(*repeated(cells, FEWEST_PROCESSES))
+        cells, at_once = repeated(cells, FEWEST_PROCESSES), self.side_by_side(baseline, best)
+        runs = self._measured(*cells, policy=Policy(fresh=self.fresh, side_by_side=at_once))
+        if at_once > 1 and any(run.status != "done" for run in runs):  # there was no room beside one another
+            runs = self._measured(*cells, policy=Policy(fresh=True))
         before, after = sets_of(runs)[:2]
         if before.representative.workload.identity != baseline.identity:
             before, after = after, before
@@ -270,6 +328,7 @@ class Racing:
         second = load_run(Path(self.out) / first.beside)
         runs = (first, second)
         pairs = tuple(zip((best, other), runs, strict=True))
+        self._held_bytes = max(self._held_bytes, *map(used_bytes, runs))
         self._turns = Turns(
             start_s=self._until(began, first),
             first_s={one.key: steps_s(run) - steps_s(run, first=False) for one, run in pairs},
@@ -279,6 +338,7 @@ class Racing:
                 for one, run in pairs
                 if STEP in run.samples and (median := run.samples[STEP].median_s) is not None
             },
+            kept_s={one.key: KEPT_SHARE * compiled_s(run) for one, run in pairs},
         )
         if first.status != "done" or second.status != "done":
             stopped = first.status == "timed-out" or second.failure is None
@@ -319,6 +379,7 @@ class Racing:
     def _measured(self, *cells: Cell, refuses: bool = False, policy: Policy | None = None) -> list[Run]:
         """The runs of these cells, each in a process of its own; those of an interrupted search are found again."""
         policy, imported_s = policy or Policy(fresh=self.fresh, refuses=refuses), self._series.forks.import_s
+        policy = msgspec.structs.replace(policy, ceilings=False)  # seconds, and no verdict asks for them
         runs = run_sweep(self._plan(order_cells(list(cells))), policy, self._told, self._series)
         self._imported_s += max(0.0, self._series.forks.import_s - imported_s)
         self._compiled_s += sum(compiled_s(run) for run in runs)
@@ -357,6 +418,12 @@ def steps_s(run: Run, *, first: bool = True) -> float:
     """Seconds that the run's steps took, those of its warm-up with them; with or without the first, which compiles."""
     steps = run.samples.get(STEP)
     return sum(steps.warmup_s[0 if first else 1 :]) + sum(steps.values_s) if steps is not None else 0.0
+
+
+def used_bytes(run: Run) -> int:
+    """Bytes of the device's memory that were in use when the steps had been timed; 0 where nothing tells."""
+    reading = run.environment.after if run.environment is not None else None
+    return (reading.memory_used_bytes or 0) if reading is not None else 0
 
 
 def compiled_s(run: Run) -> float:

@@ -150,23 +150,27 @@ def command(
         workload = OneWorkload(options)
         workload.check()
         from stepscope.engine.request import type_of_device
-        from stepscope.questions.tuning import tune as search
-        from stepscope.questions.tuning_races import Racing
+        from stepscope.engine.sweep import Series
 
-        on_gpu = type_of_device(device) == "cuda"
-        first = workload.any_workload(**usual_sizes(on_gpu=on_gpu))
-        with (
-            stdout_kept_clean(),
-            sweep_progress() as tell,
-            Racing(
-                device=device, out=_folder(runs, first), budget_s=budget, memory_limit_bytes=memory, tag=tag or "tune",
-                fresh=fresh, tell=tell,
-            ) as racing,
-        ):  # fmt: skip
-            tuned = search(
-                first, racing, device=device, on_gpu=on_gpu, kept=kept, named=named, memory_limit_bytes=memory,
-                tell=warn,
-            )  # fmt: skip
+        with Series(device) as series:
+            series.begin()
+            from stepscope.questions.tuning import tune as search
+            from stepscope.questions.tuning_races import Racing
+
+            on_gpu = type_of_device(device) == "cuda"
+            first = workload.any_workload(**usual_sizes(on_gpu=on_gpu))
+            with (
+                stdout_kept_clean(),
+                sweep_progress() as tell,
+                Racing(
+                    device=device, out=_folder(runs, first), budget_s=budget, memory_limit_bytes=memory,
+                    tag=tag or "tune", fresh=fresh, tell=tell, series=series,
+                ) as racing,
+            ):  # fmt: skip
+                tuned = search(
+                    first, racing, device=device, on_gpu=on_gpu, kept=kept, named=named, memory_limit_bytes=memory,
+                    tell=warn,
+                )  # fmt: skip
     from stepscope.questions.tuning_answer import answer_tuned
 
     answer = answer_tuned(tuned)
