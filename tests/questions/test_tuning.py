@@ -387,6 +387,18 @@ def test_noise_takes_nothing():
     assert search.best == search.baseline and {t.verdict for t in search.tried} <= {"undecided", "refused"}
 
 
+def test_a_race_whose_interval_holds_1_is_not_taken_whatever_the_normal_law_says():
+    class Skewed(Written):
+        def race(self, best: Workload, other: Workload) -> Tried:
+            interval = Interval(low=0.083, high=1.423)
+            return msgspec.structs.replace(
+                super().race(best, other), ratio=0.22, interval=interval, p_value=p_value_of(0.22, interval)
+            )
+
+    search = searched(Skewed(), on_gpu=False)
+    assert (p_value_of(0.22, Interval(low=0.083, high=1.423)) or 1) < 0.05 and search.best == search.baseline
+
+
 class Unsteady(Written):
     """A bench whose steps differ too much for an interval."""
 

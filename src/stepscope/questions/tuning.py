@@ -490,7 +490,8 @@ class Search:
             tried = self.tried[place]
             if tried.ratio is None or tried.verdict != "undecided":
                 continue
-            if stand or tried.apart:
+            interval = tried.interval
+            if (stand and interval is not None and not interval.low <= 1 <= interval.high) or tried.apart:
                 self.tried[place] = msgspec.structs.replace(tried, verdict="faster" if tried.ratio < 1 else "slower")
                 faster += [(tried.ratio, place)] if tried.ratio < 1 else []
         if not faster:
