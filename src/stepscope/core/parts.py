@@ -535,7 +535,8 @@ _PARTS: dict[Part, dict[Kernels, PartRecord]] = {
         "compiled": _compiled("linear_cross_entropy", "what the compiler keeps: hidden state and logits, R M and R V"),
         "fused": _fused(
             "loss:linear_cross_entropy",
-            "its own gradients: of the hidden state, R M, and of the head, V M: in fp32, or bf16 of one chunk",
+            "its own gradients: of the hidden state, R M, and of the head in fp32, V M; in bf16 of one chunk of rows "
+            "the hidden state, R M, and the logits' gradient, R V, instead of the head's",
             "linear_cross_entropy_(?:forward|backward)$|cross_entropy_rows$|scaled_by$|add_embedded$"
             "|add_rows_of_tokens$",
             of_models=True,

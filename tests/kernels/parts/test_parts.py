@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
@@ -199,6 +200,28 @@ def test_an_embedding_s_gradient_is_added_to_the_rows_of_its_tokens(dtype: torch
     assert torch.equal(found[0], found[1]) and torch.equal(found[0][5:], table[5:])
     bound = (2**-7 if DEVICE.type == "cpu" else 2**-8) if dtype == torch.bfloat16 else 2**-18
     assert ((found[0].double() - right).abs() <= bound * right.abs() + 1e-5).all()
+
+
+@pytest.mark.parametrize("vocabulary", [16, 11])
+def test_backward_makes_the_gradient_of_a_head_in_bf16(vocabulary: int):
+    """Where rows are one chunk: nothing of the head's size is kept, and a second backward gives the same bits."""
+    leaves = [normal(*shape, dtype=torch.bfloat16) for shape in ((9, 8), (vocabulary, 8))]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    targets, kept = targets_of(9, 11, 7), list[torch.Size]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each.shape) or each, lambda each: each):
+        loss = 3 * linear_cross_entropy(leaves[0], leaves[1], targets)
+    assert (vocabulary, 8) not in kept
+    first, second = (torch.autograd.grad(loss, leaves, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second)) and first[1].shape == (vocabulary, 8)
+    right = loss_and_gradients(dense, exact, targets)
+    is_near([loss.detach(), *first], loss_and_gradients(dense, leaves, targets), right)
+    for frozen in range(2):
+        some = [each.detach().requires_grad_(place != frozen) for place, each in enumerate(leaves)]
+        (alone,) = torch.autograd.grad(3 * linear_cross_entropy(some[0], some[1], targets), some[1 - frozen])
+        assert torch.equal(alone, first[1 - frozen])
+    with FlopCounterMode(display=False) as counted:
+        linear_cross_entropy(leaves[0], leaves[1], targets).backward()
+    assert counted.get_total_flops() >= 6 * 9 * vocabulary * 8
 
 
 @pytest.mark.gpu

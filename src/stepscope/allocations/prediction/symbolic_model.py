@@ -673,6 +673,7 @@ _EMBEDDING_SORTS_FROM = 3072
 #     SwiGLU              gate, up                                               2 f, and `down` keeps the product
 #
 # The loss keeps the gradients that it made: of its input, r, and of the head, V M. It has a chunk's logits at a time.
+# Of one chunk, with weights of 16 bits, it keeps its input and R V, of which backward makes the head's gradient.
 #
 # An operation with two results has one node. What comes back for the second result waits at a node of its own, since
 # autograd runs backward of the operation when it has the gradients of both.
@@ -797,21 +798,20 @@ class FusedSymbolicModel(SymbolicModel):
         copied = weight.itemsize != size or columns != vocabulary
         _kernel = tape.storage(size * columns * self.d_model if copied else 0)
         in_16_bits = rows <= chunk and weight.itemsize == size == 2
-        of_weight = tape.storage((2 if in_16_bits else 4) * columns * self.d_model)
-        _logits = tape.storage(chunk * columns * size)
+        of_weight = None if in_16_bits else tape.storage(4 * columns * self.d_model)
+        logits_made = tape.storage(chunk * columns * size)
         if self._device_type != "cuda" and size != 4 and not in_16_bits:
             # There the product of the head's gradient takes its factors in fp32.
             factors = [tape.storage(4 * chunk * each) for each in (columns, self.d_model)]
             del factors
-        count, sizes = tape.storage(8), (of_hidden.bytes, weight.bytes)
+        count, made = tape.storage(8), [of_hidden.bytes, weight.bytes]
+        if in_16_bits:  # between both gradients the input times the gradient of the loss
+            made = [of_hidden.bytes, of_hidden.bytes, 2 * columns * self.d_model]
         loss = tape.op(
-            "LinearCrossEntropy",
-            1,
-            4,
-            [hidden, weight],
-            also_saves=[of_hidden, of_weight, count],
-            backward=lambda tape, _: [tape.storage(size) for size in sizes],
-        )
+            "LinearCrossEntropy", 1, 4, [hidden, weight], saves=[hidden] if in_16_bits else (),
+            also_saves=[of_hidden, of_weight or logits_made, count],
+            backward=lambda tape, _: [tape.storage(size) for size in made][:: len(made) - 1],
+        )  # fmt: skip
         self._stream = None
         return loss
 

@@ -12,11 +12,14 @@ of its own: x gets a column of ones, and W the bias as a column.
 
 Rows are taken in chunks (`loss_chunk_rows` of core/parts.py). Of each chunk the logits are made in the dtype of the
 products, as in the reference, and a kernel, one program for a row, turns them in place into dz over the number of rows,
-while it has the row's loss. The same pass then makes dx and adds to dW, in fp32; where there is one chunk, and x and W
-are bf16, dW is bf16, as the reference's. So forward does backward's work, where gradients are needed, and backward only
-multiplies by the gradient of the loss: on the device, without waiting for either number. In fp16, whose least number
-is above such a dz, it is backward that divides, and dz is multiplied by 256 until then, since GradScaler's factor comes
-too late for it.
+while it has the row's loss. The same pass then makes dx and adds to dW, in fp32. So forward does backward's work, where
+gradients are needed, and backward only multiplies by the gradient of the loss: on the device, without waiting for
+either number. In fp16, whose least number is above such a dz, it is backward that divides, and dz is multiplied by 256
+until then, since GradScaler's factor comes too late for it.
+
+Where there is one chunk, and x and W are bf16, dz is kept, and backward makes dW of it in bf16, as the reference does.
+The gradient of the loss is multiplied into x, R M numbers, where dW has V M: 4 V M bytes less are moved. Memory is at
+its peak as before: forward held dz beside dW, and backward does.
 
 A vocabulary that 16 does not divide, as GPT-2's of 50,257, gets up to 63 rows of zeros more, in a copy of W (V M
 numbers), in the logits and in dW: where rows begin at no multiple of 16 bytes, products of bf16 take slow kernels.
@@ -191,10 +194,11 @@ def add_rows_of_tokens(
 
 def _forward(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, z_loss: float, of_x: bool, of_weight: bool,
-    bias: Tensor | None = None, few: bool = False,
+    bias: Tensor | None = None, few: bool = False, late: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The mean loss, the number of rows in it, and the gradients of x and of the weight, where they are asked: of the
-    mean, and in fp16 of the sum. That of a bias is a column behind the weight's."""
+    mean, and in fp16 of the sum. That of a bias is a column behind the weight's. late: the gradient of the logits in
+    the weight's place."""
     check_place(_NAME, x)
     (rows, width), vocabulary = x.shape, weight.shape[0]
     if not targets.is_cuda:
@@ -211,8 +215,9 @@ def _forward(
     dx = torch.empty((len(x), width) if of_x else (0,), dtype=x.dtype, device=x.device)
     chunk = loss_chunk_rows(rows, vocabulary, x.element_size(), few=few)
     alone = 0 < len(x) <= chunk
-    make = torch.empty if alone else torch.zeros
-    dweight = make(kernel.shape if of_weight else (0,), dtype=_dweight_dtype(x, weight, rows, few), device=x.device)
+    make, of_weight_here = torch.empty if alone else torch.zeros, of_weight and not late
+    shape = kernel.shape if of_weight_here else (0,)
+    dweight = make(shape, dtype=_dweight_dtype(x, weight, rows, few), device=x.device)
     block, fp16 = min(power_of_two(len(kernel)), _LARGEST_BLOCK), x.dtype == torch.float16
     buffer = torch.empty(0 if grouped else min(chunk, len(x)), len(kernel), dtype=x.dtype, device=x.device)
     split = _pieces_of(len(kernel), chunk) if grouped and of_x else 1
@@ -236,14 +241,14 @@ def _forward(
             _input_gradient(pieces, kernel[:, :width], dx, order[first:], within, split)
         elif of_x:
             torch.mm(logits, kernel[:, :width], out=dx[first : first + chunk])
-        if of_weight and within is not None:
+        if of_weight_here and within is not None:
             added = _grouped(logits.t(), part, within)[0]
             dweight = added.to(dweight.dtype) if alone else dweight.add_(added)
-        elif of_weight:
+        elif of_weight_here:
             _add_product(dweight, logits.t(), part, first=alone)
     if order is not None and of_x and not grouped:
         dx = dx.new_zeros(rows, width).index_copy_(0, order, dx)
-    return losses.sum() / count, count, dx, dweight[:vocabulary]
+    return losses.sum() / count, count, dx, buffer if late else dweight[:vocabulary]
 
 
 def takes_groups(x: Tensor) -> bool:
@@ -301,10 +306,15 @@ def _summed(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
+def _one_product(x: Tensor, weight: Tensor, rows: int, *, few: bool) -> bool:
+    """Whether one product in bf16 makes the weight's gradient."""
+    one = rows <= loss_chunk_rows(rows, weight.shape[0], x.element_size(), few=few)
+    return one and x.dtype == weight.dtype == torch.bfloat16
+
+
 def _dweight_dtype(x: Tensor, weight: Tensor, rows: int, few: bool) -> torch.dtype:
     """The dtype of the weight's gradient until backward: its own where one product in bf16 makes it."""
-    one = rows <= loss_chunk_rows(rows, weight.shape[0], x.element_size(), few=few)
-    return x.dtype if one and x.dtype == weight.dtype == torch.bfloat16 else _summed(x)
+    return x.dtype if _one_product(x, weight, rows, few=few) else _summed(x)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
@@ -324,15 +334,16 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> 
 
 def _fake_forward(
     x: Tensor, weight: Tensor, _targets: Tensor, _ignored: int, _z_loss: float, of_x: bool, of_weight: bool,
-    bias: Tensor | None = None, few: bool = False,
+    bias: Tensor | None = None, few: bool = False, late: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     dtype, vocabulary, width = _dweight_dtype(x, weight, x.shape[0], few), *weight.shape
     width += 0 if bias is None else _BESIDE
+    kept = (x.shape[0], loss_columns(vocabulary)) if late else (vocabulary, width)
     return (
         torch.empty((), dtype=_summed(x), device=x.device),
         torch.empty((), dtype=torch.int64, device=x.device),
         torch.empty(x.shape if of_x else (0,), dtype=x.dtype, device=x.device),
-        torch.empty((vocabulary, width) if of_weight else (0,), dtype=dtype, device=x.device),
+        torch.empty(kept if of_weight else (0,), dtype=dtype, device=x.device),
     )
 
 
@@ -359,7 +370,7 @@ def _fake_backward(gradient: Tensor, count: Tensor, summed: Tensor, divisor: flo
 
 operators.define(
     "linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor targets, int ignore_index, float z_loss, bool of_x,"
-    " bool of_weight, Tensor? bias=None, bool few=False) -> (Tensor, Tensor, Tensor, Tensor)",
+    " bool of_weight, Tensor? bias=None, bool few=False, bool late=False) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
@@ -374,30 +385,31 @@ operators.define(
 @register_flop_formula(torch.ops.stepscope.linear_cross_entropy_forward)
 def _flops(
     x_shape: Any, weight_shape: Any, _targets: Any, _ignored: Any, _z_loss: Any, of_x: bool, of_weight: bool,
-    *_: Any, out_shape: Any = None, **__: Any,
+    _bias: Any = None, _few: bool = False, late: bool = False, *_: Any, out_shape: Any = None, **__: Any,
 ) -> int:  # fmt: skip
-    """FLOPs of the products: the logits, and each gradient that is asked for. All rows count, since no shape tells how
-    many of them have a target."""
-    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1] * (1 + of_x + of_weight)
+    """FLOPs of the products: the logits, and each gradient that is asked for and made here. All rows count, since no
+    shape tells how many of them have a target."""
+    return 2 * x_shape[0] * weight_shape[0] * weight_shape[1] * (1 + of_x + (of_weight and not late))
 
 
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: tuple[int, float],
-        needs: tuple[bool, bool], few: bool,
+        needs: tuple[bool, bool], few: bool, late: bool,
     ) -> Tensor:  # fmt: skip
         tensors = (x, weight, targets) if bias is None else (x, weight, targets, bias)
         run = torch.ops.stepscope.linear_cross_entropy_forward if operators.watched(*tensors) else _forward
-        loss, count, dx, dweight = run(x, weight, targets, *options, *needs, bias, few)
-        ctx.save_for_backward(count, dx, dweight)
+        loss, count, dx, dweight = run(x, weight, targets, *options, *needs, bias, few, late)
+        ctx.save_for_backward(count, dx, dweight, *((x,) if late else ()))
+        ctx.vocabulary = weight.shape[0]
         ctx.needs, ctx.dtype, ctx.bias_dtype = needs, weight.dtype, None if bias is None else bias.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         operators.refuse_second_derivative(_NAME)
-        count, dx, dweight = ctx.saved_tensors
+        count, dx, dweight, *late = ctx.saved_tensors
         fp16, run = dx.dtype == torch.float16, _backward
         if torch.compiler.is_compiling() and not fp16:
             run = _as_expression  # which a compiler computes with what comes after it
@@ -406,10 +418,17 @@ class _Loss(torch.autograd.Function):
         (of_x, of_weight), of_bias = ctx.needs, ctx.bias_dtype is not None
         divisor = _FP16_FACTOR if fp16 else 0.0
         width = dweight.shape[-1] - _BESIDE if of_bias else dweight.shape[-1]
+        of_all = run(gradients[0], count, dx, divisor, dx.dtype) if of_x else None
+        if late:
+            x = run(gradients[0], count, late[0], divisor, late[0].dtype)
+            # Into a result of its own: autocast leaves such products alone.
+            made = torch.mm(dweight.t(), x, out=x.new_empty(dweight.shape[1], x.shape[1]))[: ctx.vocabulary]
+            return of_all, made, None, None, None, None, None, None
         return (
-            run(gradients[0], count, dx, divisor, dx.dtype) if of_x else None,
+            of_all,
             run(gradients[0], count, dweight[:, :width], divisor, ctx.dtype) if of_weight else None,
             run(gradients[0], count, dweight[:, width], divisor, ctx.bias_dtype) if of_weight and of_bias else None,
+            None,
             None,
             None,
             None,
@@ -440,7 +459,9 @@ def linear_cross_entropy(
         recorded and rows.requires_grad,
         recorded and (weight.requires_grad or (bias is not None and bias.requires_grad)),
     )
-    return _Loss.apply(rows, weight, bias, targets.reshape(-1), (ignore_index, z_loss), needs, few_labels)
+    late = needs[1] and bias is None and not few_labels and len(rows) > 0
+    late = late and _one_product(rows, weight, len(rows), few=False)
+    return _Loss.apply(rows, weight, bias, targets.reshape(-1), (ignore_index, z_loss), needs, few_labels, late)
 
 
 # ---- an embedding of the head's weight
