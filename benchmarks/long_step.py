@@ -365,8 +365,8 @@ def _model(workload: TextbookWorkload, asked: argparse.Namespace, device: Any) -
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: PLC0415
     from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # noqa: PLC0415
-    from transformers import LlamaConfig  # noqa: PLC0415
     from transformers.models.llama import modeling_llama  # noqa: PLC0415
+    from transformers.models.llama.configuration_llama import LlamaConfig  # noqa: PLC0415
 
     if not asked.no_liger:
         # Before the model is made, since it replaces the classes of which that is made.

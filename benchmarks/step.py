@@ -228,7 +228,8 @@ def _hugging_face(workload: Any, device: Any) -> Any:
     """The step of a Llama of the same sizes by Hugging Face, with SDPA, on the same kind of batches."""
     import torch  # noqa: PLC0415
     import torch.nn.functional as F  # noqa: PLC0415
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+    from transformers.models.llama.configuration_llama import LlamaConfig  # noqa: PLC0415
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM  # noqa: PLC0415
 
     from stepscope.training.training_step import AssembledStep, StepParts  # noqa: PLC0415
 

@@ -1,6 +1,7 @@
 """The loss of a Hugging Face model without its logits: where a kernel computes the same, it takes its place."""
 
 import copy
+import importlib
 import json
 import math
 import pickle
@@ -19,7 +20,6 @@ from torch.func import functional_call
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-import transformers
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
@@ -31,6 +31,8 @@ from stepscope.training.parts.replaced import replace_parts
 from tests.command import stepscope
 from tests.conftest import at_length
 
+transformers: Any = importlib.import_module("transformers")
+"""Without types: by `import`, its hundreds of models take a checker ten seconds."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 67,

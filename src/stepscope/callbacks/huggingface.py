@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers.trainer_callback import TrainerCallback
 
 from stepscope.engine.watched_run import Watched, watch
 

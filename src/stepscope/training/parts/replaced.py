@@ -333,7 +333,7 @@ def _fields(kind: Any) -> set[str]:
 def _optional_fields(base: Callable[..., Any]) -> frozenset[str]:
     """The fields of what a base's forward returns that are None where nobody asks for them, as this release of
     transformers has them."""
-    from transformers import modeling_outputs  # noqa: PLC0415  (its models come from it)
+    import transformers.modeling_outputs as modeling_outputs  # noqa: PLC0415, PLR0402  (its models come from it)
 
     every = set[str]().union(*map(_fields, (*vars(modeling_outputs).values(), *_declared_outputs(base))))
     return frozenset(every - {"last_hidden_state", "loss", "logits"})
