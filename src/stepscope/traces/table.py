@@ -6,6 +6,7 @@ launches without device work stay in, and what has no row (flow arrows, metadata
 
 from collections.abc import Callable
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -259,6 +260,8 @@ _AT_ONCE = 1 << 18
 """The most rows of which what is made on the way is held at once."""
 _MANY = 1 << 21
 """Calls from which on no place is made for each id: ids of millions span hundreds of megabytes."""
+_FEW_RUNS = 64
+"""Runs of work in which ids count up, as of kernels, copies and fills, that are walked one after the other."""
 _FEW_IDS = 2**44
 """Correlation ids below this, which is usual, share 64 bits with a number for their process."""
 
@@ -420,9 +423,10 @@ def _by_external_ids(rows: pl.DataFrame, calls: pl.DataFrame, launch_rows: pl.Se
 def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Series:
     """Row of the call behind each row of work, or null: by place or a binary search, for the memory's sake."""
     processes = {value: number for number, value in enumerate(values_of(calls, "process").unique().to_list())}
-    low, high = calls["correlation"].min(), calls["correlation"].max()
+    every = calls["correlation"]
+    low, high = every.min(), every.max()
     small = low is None or (cast("int", low) >= 0 and cast("int", high) < _FEW_IDS)
-    ids = None if small else calls["correlation"].unique().sort()  # else their ranks stand for them
+    ids = None if small else every.unique().sort()  # else their ranks stand for them
 
     def key(frame: pl.DataFrame) -> pl.Series:
         one = frame["correlation"]
@@ -441,10 +445,11 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
             column_of(frame, "process").replace_strict(processes, default=None, return_dtype=pl.Int64) * _FEW_IDS + one
         )
 
-    find = _call_by_stretches if calls.height >= _MANY else _call_in_place
-    found = find(work, calls, key) if small else None
-    if found is not None:
-        return found
+    del every
+    ways = (_call_by_stretches,) if calls.height >= _MANY else (_call_in_order, _call_in_place)
+    for find in ways if small else ():
+        if (found := find(work, calls, key)) is not None:
+            return found
     keys, rows = key(calls), pl.int_range(calls.height, dtype=pl.UInt32, eager=True)
     if keys.null_count():
         rows = rows.filter(keys.is_not_null())
@@ -462,6 +467,24 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
     wanted = key(work)
     at = keys.search_sorted(wanted.fill_null(-1), side="left").clip(upper_bound=len(keys) - 1)
     return pl.select(pl.when(keys.gather(at) == wanted).then(rows.gather(at))).to_series()
+
+
+def _call_in_order(
+    work: pl.DataFrame, calls: pl.DataFrame, key: Callable[[pl.DataFrame], pl.Series]
+) -> pl.Series | None:
+    """As `_call_of`, where ids count up from call to call, and in a few runs of work: one walk along both takes a fifth
+    of the time of a place for each id."""
+    keys = key(calls).alias("key")
+    if not calls.height or keys.null_count() or (keys[1:] <= keys[:-1]).any():
+        return None
+    wanted = key(work).fill_null(-1).alias("key")
+    begins = (wanted < wanted.shift(1)).arg_true().to_list()
+    if len(begins) > _FEW_RUNS:
+        return None
+    records = pl.DataFrame([keys, pl.int_range(calls.height, dtype=pl.UInt32, eager=True).alias("call")])
+    runs = (wanted[first:last].to_frame() for first, last in pairwise([0, *begins, len(wanted)]))
+    found = [run.join_asof(records, on="key", tolerance=0, check_sortedness=False)["call"] for run in runs]
+    return pl.concat(found, rechunk=True)
 
 
 def _call_in_place(

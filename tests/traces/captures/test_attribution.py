@@ -11,6 +11,7 @@ from stepscope.core.range_names import PHASES
 from stepscope.traces.captures import attribution as places_module
 from stepscope.traces.captures.attribution import ROOT, Attribution, attribute, phase_of, range_kind
 from stepscope.traces.captures.digest import read_trace
+from stepscope.traces.table import CALL_SCHEMA, WORK_SCHEMA, with_launches
 from tests.captures import (
     AUTOGRAD,
     ELEMENTWISE,
@@ -24,6 +25,7 @@ from tests.captures import (
     write_kineto,
     write_sqlite,
 )
+from tests.handmade_trace import PROCESS
 
 OTHER = 4400
 """One more thread."""
@@ -503,3 +505,21 @@ def test_random_captures(capture: Capture, stretch: int):
         row["end"] - row["start"] for row, (_, _, ranged) in zip(capture.launched, expected, strict=True) if ranged
     )
     assert made.attributed_ns == whole
+
+
+ids = st.lists(st.one_of(st.none(), st.integers(0, 40)), min_size=1, max_size=30)
+
+
+@given(st.lists(st.integers(1, 40), unique=True, min_size=1), ids, st.booleans())
+def test_work_is_tied_to_the_call_of_its_id_in_whatever_order_both_stand(
+    known: list[int], wanted: list[int | None], counts_up: bool
+):
+    known = sorted(known) if counts_up else known
+    calls = [(at, 1, PROCESS, MAIN, "cudaLaunchKernel", one, None) for at, one in enumerate(known)]
+    rows = [(at, 1, 0, 7, "kernel", GEMM, PROCESS, one, None, None) for at, one in enumerate(wanted)]
+    tied = with_launches(
+        pl.DataFrame(rows, schema=WORK_SCHEMA, orient="row"), pl.DataFrame(calls, schema=CALL_SCHEMA, orient="row")
+    )
+    places: dict[int | None, int] = {one: at for at, one in enumerate(known)}
+    assert tied["launch_row"].to_list() == [places.get(one) for one in wanted]
+    assert tied["launch_ns"].to_list() == [places.get(one) for one in wanted]
