@@ -64,7 +64,8 @@ def test_the_kernels_of_a_part_show_its_own_name_and_no_others():
 
 def test_sizes_of_launches():
     assert [calls_in_forward(part, 3) for part in PARTS] == [7, 3, 3, 1]
-    assert loss_chunk_rows(2048, 10_000, 2) == 2048 and loss_chunk_rows(8192, 10_000, 2) == 3328
-    assert loss_chunk_rows(32768, 151_936, 2) == LOSS_LEAST_ROWS
-    assert loss_chunk_rows(5, 2**40, 2) == 5 and loss_chunk_rows(0, 10, 2) == 1
+    assert loss_chunk_rows(2048, 10_000, 2, 1280) == 2048 and loss_chunk_rows(8192, 10_000, 2, 1280) == 3328
+    assert loss_chunk_rows(32768, 151_936, 4, 896) == loss_chunk_rows(32768, 151_936, 2, 64) == LOSS_LEAST_ROWS
+    assert [loss_chunk_rows(32768, 151_936, 2, width) for width in (896, 1600, 2048, 4096)] == [4096, 6400, 8192, 2048]
+    assert loss_chunk_rows(5, 2**40, 2, 8) == 5 and loss_chunk_rows(0, 10, 2, 8) == 1
     assert norm_programs(3, "cuda") == 3 and norm_programs(10**6, "cuda") == 512 and norm_programs(0, "cpu") == 1

@@ -791,7 +791,7 @@ class FusedSymbolicModel(SymbolicModel):
             return super().loss(tape, logits)
         hidden, weight, size = logits, self.head_weight, self.sizes.products
         rows, vocabulary = hidden.elements // self.d_model, weight.elements // self.d_model
-        chunk, columns = loss_chunk_rows(rows, vocabulary, size), loss_columns(vocabulary)
+        chunk, columns = loss_chunk_rows(rows, vocabulary, size, self.d_model), loss_columns(vocabulary)
         _losses = tape.storage(4 * rows)
         of_hidden = tape.storage(hidden.elements * size)
         tape.storage(rows)  # which rows count

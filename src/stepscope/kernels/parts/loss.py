@@ -213,9 +213,10 @@ def _forward(
     x = x if bias is None else F.pad(F.pad(x, (0, 1), value=1.0), (0, kernel.shape[1] - width - 1))
     losses = torch.zeros(len(x), dtype=_summed(x), device=x.device)
     dx = torch.empty((len(x), width) if of_x else (0,), dtype=x.dtype, device=x.device)
-    chunk = loss_chunk_rows(rows, vocabulary, x.element_size(), few=few)
+    chunk = loss_chunk_rows(rows, vocabulary, x.element_size(), width, few=few)
     alone = 0 < len(x) <= chunk
-    make, of_weight_here = torch.empty if alone else torch.zeros, of_weight and not late
+    of_weight_here = of_weight and not late
+    make = torch.empty if alone or (len(x) and not grouped) else torch.zeros
     shape = kernel.shape if of_weight_here else (0,)
     dweight = make(shape, dtype=_dweight_dtype(x, weight, rows, few), device=x.device)
     block, fp16 = min(power_of_two(len(kernel)), _LARGEST_BLOCK), x.dtype == torch.float16
@@ -245,7 +246,7 @@ def _forward(
             added = _grouped(logits.t(), part, within)[0]
             dweight = added.to(dweight.dtype) if alone else dweight.add_(added)
         elif of_weight_here:
-            _add_product(dweight, logits.t(), part, first=alone)
+            _add_product(dweight, logits.t(), part, first=first == 0)
     if order is not None and of_x and not grouped:
         dx = dx.new_zeros(rows, width).index_copy_(0, order, dx)
     return losses.sum() / count, count, dx, buffer if late else dweight[:vocabulary]
@@ -308,7 +309,7 @@ def _summed(x: Tensor) -> torch.dtype:
 
 def _one_product(x: Tensor, weight: Tensor, rows: int, *, few: bool) -> bool:
     """Whether one product in bf16 makes the weight's gradient."""
-    one = rows <= loss_chunk_rows(rows, weight.shape[0], x.element_size(), few=few)
+    one = rows <= loss_chunk_rows(rows, weight.shape[0], x.element_size(), weight.shape[1], few=few)
     return one and x.dtype == weight.dtype == torch.bfloat16
 
 
@@ -319,17 +320,16 @@ def _dweight_dtype(x: Tensor, weight: Tensor, rows: int, few: bool) -> torch.dty
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
     """total += left @ right, in the dtype of the total, whatever the factors'; first: the total holds nothing yet."""
-    if first and left.dtype == total.dtype:
-        torch.mm(left, right, out=total)
-        return
-    if first:
-        total.zero_()
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
+    if left.dtype != total.dtype and not left.is_cuda:
+        left, right = left.to(total.dtype), right.to(total.dtype)
+    if left.dtype != total.dtype and first:
+        torch.ops.aten.mm.dtype_out(left, right, total.dtype, out=total)
+    elif left.dtype != total.dtype:
         torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
+    elif first:
+        torch.mm(left, right, out=total)
     else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+        total.addmm_(left, right)
 
 
 def _fake_forward(
