@@ -1,6 +1,7 @@
 """Nesting by sorting and searching, against a walk with a stack."""
 
 from itertools import pairwise
+from typing import Any
 
 import polars as pl
 import pytest
@@ -250,3 +251,23 @@ def test_orders_and_places_of_whole_numbers(merged: int, numbers: list[int], ask
         assert [numbers[row] for row in order_of(series).to_list()] == sorted(numbers)
         places = place_in(in_order(series), pl.Series(numbers + asked, dtype=pl.Int64))
         assert places.to_list() == [sum(one <= other for one in numbers) for other in numbers + asked]
+
+
+@given(st.data(), st.integers(1, 60))
+@pytest.mark.parametrize("many", [True, False])
+def test_combinations_are_numbered_in_their_order_however_many_rows_there_are(
+    many: bool, data: st.DataObject, rows: int
+):
+    def column(values: st.SearchStrategy[Any]) -> list[Any]:
+        return data.draw(st.lists(st.one_of(st.none(), values), min_size=rows, max_size=rows))
+
+    frame = pl.DataFrame(
+        {"a": column(st.integers(-3, 3)), "b": column(st.sampled_from([0, 5, 2**40])), "c": column(st.booleans())},
+        schema={"a": pl.Int64, "b": pl.Int64, "c": pl.Boolean},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nesting, "_MERGED", 0 if many else 1 << 20)
+        of_two, key = nesting.numbered(frame, ["a", "b"]), nesting.one_key(frame, ["a", "b", "c"])
+    first = [(-(2**50) if a is None else a, -1 if b is None else b) for a, b, _ in frame.rows()]
+    assert of_two.to_list() == [sorted(set(first)).index(one) for one in first]
+    assert key is not None and len(set(zip(key, frame.rows(), strict=True))) == key.n_unique() == len(set(frame.rows()))

@@ -34,6 +34,7 @@ from stepscope.traces.nesting import (
     column_of,
     lasting,
     numbered,
+    one_key,
     open_rows,
     renumbered,
     union,
@@ -335,11 +336,9 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
         A million rows have a thousand of them, of which every sum is made.
         """
-        by = ("kind", "name", "family", "phase", "found_by", "role", "module", "part", "ranged")
-        sums = pl.len().cast(pl.Int64).alias("calls"), pl.col("duration_ns").sum()
-        slices = self.work.select(*by, "duration_ns").iter_slices(_AT_ONCE)
-        parts = [part.group_by(by).agg(*sums) for part in (slices if self.work.height else [self.work])]
-        return pl.concat(parts).group_by(by).agg(pl.col("calls", "duration_ns").sum())
+        slices = self.work.select(*_TOTALLED, "duration_ns").iter_slices(_STRETCH)
+        parts = [_totals(part) for part in (slices if self.work.height else [self.work])]
+        return pl.concat(parts).group_by(_TOTALLED).agg(pl.col("calls", "duration_ns").sum())
 
     @cached_property
     def rows(self) -> pl.DataFrame:
@@ -388,6 +387,20 @@ class Attribution(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         assert self.work.height == self.table.work.height, "rows were lost or doubled"
         assert self.attributed_ns + self.unattributed_ns == self.busy_ns, "attributed + unattributed is not busy"
         assert self.busy_ns == int(self.table.work["duration_ns"].sum()), "busy time changed on the way"
+
+
+_TOTALLED = ["kind", "name", "family", "phase", "found_by", "role", "module", "part", "ranged"]
+
+
+def _totals(work: pl.DataFrame) -> pl.DataFrame:
+    """Calls and duration_ns of each kind, name and place: grouped by one integer in half of the time."""
+    sums = pl.len().cast(pl.Int64).alias("calls"), pl.col("duration_ns").sum()
+    key = one_key(work, _TOTALLED)
+    if key is None:
+        return work.group_by(_TOTALLED).agg(*sums)
+    keyed = pl.DataFrame([key.alias("key"), work["duration_ns"]]).with_row_index("row")
+    summed = keyed.group_by("key").agg(pl.col("row").first(), *sums)
+    return work.select(_TOTALLED)[summed["row"]].with_columns(summed["calls"], summed["duration_ns"])
 
 
 def _instances(few: pl.DataFrame) -> pl.DataFrame:
