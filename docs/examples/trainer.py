@@ -17,13 +17,20 @@ class RandomTokens(Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-config = LlamaConfig(
-    vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2,
-)  # fmt: skip
-arguments = TrainingArguments(
-    output_dir="trainer-output", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=200,
-    logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True, bf16=True,
-    use_cpu=not torch.cuda.is_available(),
-)  # fmt: skip
-Trainer(model=LlamaForCausalLM(config), args=arguments, train_dataset=RandomTokens()).train()
+def make():
+    """The model and a batch, as `stepscope tune --module docs/examples/trainer.py:make` asks for them."""
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config), torch.utils.data.default_collate([RandomTokens()[index] for index in range(8)])
+
+
+if __name__ == "__main__":
+    arguments = TrainingArguments(
+        output_dir="trainer-output", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=200,
+        logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True, bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+    )  # fmt: skip
+    model, _ = make()
+    Trainer(model=model, args=arguments, train_dataset=RandomTokens()).train()

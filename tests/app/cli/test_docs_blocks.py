@@ -86,6 +86,10 @@ STARTS = {
     "docs/experiments/parity.md": [""],
     "docs/experiments/shadow.md": [""],
     "docs/experiments/watched-scripts.md": [OF_A_LOOP],
+    "docs/tuning.md": [
+        "import sys; sys.path.insert(0, 'docs/examples')\nfrom trainer import *\n"
+        "arguments = TrainingArguments(output_dir='trainer-output', report_to=[], use_cpu=True)\n",
+    ],
     "docs/your-own.md": [
         OF_A_LOOP + "outputs = []\n",
         OF_A_LOOP,
@@ -269,6 +273,8 @@ def test_blocks_of_python_run(block: Block, files: Path, tmp_path: Path):
     page = name_of(block.page)
     for library in re.findall(r"callbacks\.(\w+)", block.body):
         pytest.importorskip("transformers" if library == "huggingface" else library)
+    if "Trainer(" in block.body:
+        pytest.importorskip("transformers")
     body = re.sub(r"^( *)\.\.\.$", rf"\1{STEP}", block.body, flags=re.MULTILINE)
     code = STARTS[page][block.number] + body + ENDS.get(page, "")
     done = python("-c", code, cwd=where)
