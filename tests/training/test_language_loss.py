@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -667,6 +668,8 @@ def test_an_embedding_of_its_own_or_a_frozen_one_or_a_scaled_one_keeps_its_backw
     model.get_input_embeddings().scale_grad_by_freq = True
     assert "_TiedBackward" not in nodes_of(model(**batch()).loss)
     model.get_input_embeddings().scale_grad_by_freq = False
+    model.lm_head.weight.requires_grad_(False)
+    assert "_TiedBackward" not in nodes_of(model(**batch()).loss)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     assert "_TiedBackward" not in nodes_of(model(**batch()).loss)
     apart = language_model()
@@ -675,6 +678,23 @@ def test_an_embedding_of_its_own_or_a_frozen_one_or_a_scaled_one_keeps_its_backw
     compiled = language_model(tie_word_embeddings=True)
     replace_parts(compiled, loss="compiled")
     assert type(compiled.get_input_embeddings()) is nn.Embedding
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_tied_embedding_under_checkpointing_of_the_whole_base(reentrant: bool):
+    """It runs once more in backward, when no loss is computed."""
+    model = language_model(tie_word_embeddings=True)
+    own = numbers(model)
+    replace_parts(model, loss="fused")
+    whole, recorded = model.model.forward, torch.zeros((), requires_grad=True, device=DEVICE)
+
+    def forward(input_ids: Tensor, **more: Any) -> Any:
+        return checkpoint(
+            lambda _, tokens: whole(input_ids=tokens, **more)[:1], recorded, input_ids, use_reentrant=reentrant
+        )
+
+    model.model.forward = forward
+    assert same(numbers(model), own)
 
 
 @pytest.mark.slow
@@ -691,7 +711,9 @@ def test_a_compiler_copies_no_table_of_a_tied_embedding():
     _, codes = run_and_get_code(step)
     (code,) = (each for each in codes if "stepscope.add_embedded" in each)
     (table,) = re.findall(r"stepscope\.add_embedded\.default\((\w+),", code)
-    assert re.search(rf"return \(.*\b{table}\b", code) and f"empty_strided_{DEVICE.type}((67, 32)" not in code
+    assert re.search(rf"return \(.*\b{table}\b", code)
+    # A GPU may write the head's gradient, times that of the loss, to a table of its own.
+    assert code.count(f"empty_strided_{DEVICE.type}((67, 32)") <= (DEVICE.type == "cuda")
     assert same(numbers(model), own)
 
 
