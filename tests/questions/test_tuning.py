@@ -356,6 +356,8 @@ def test_how_soon_a_search_was_near_its_end_is_told():
         )  # fmt: skip
         found = msgspec.structs.replace(found, best=msgspec.structs.replace(step, dtype="bf16"))
         said = [line.text for line in answer_tuned(found).lead if "ended after" in line.text]
+        unconfirmed = answer_tuned(msgspec.structs.replace(found, confirmed=None)).lead
+        assert [line.text for line in unconfirmed if "ended after" in line.text] == said
         at = found.near_end_s
         assert said == ([] if at is None else [f"Within 5 % of the end in {at:.0f} s, ended after 371 s."])
         return at

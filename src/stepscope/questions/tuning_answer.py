@@ -51,6 +51,7 @@ def _lead(tuned: Tuned) -> Iterator[answer.Line]:
         yield answer.Line(
             "It was not confirmed in processes of its own, so how much faster it is stays open.", "strong"
         )
+        yield from _how_soon(tuned)
         return
     times = f"{format_milliseconds(tuned.baseline_s)} to {format_milliseconds(tuned.best_s)} ms a step"
     if change.interval is not None:
@@ -62,6 +63,11 @@ def _lead(tuned: Tuned) -> Iterator[answer.Line]:
         f"{times}: {1 / change.ratio:.2f} times as fast ({sure}; {counted(change.processes[1], 'process')} a side).",
         "strong",
     )
+    yield from _how_soon(tuned)
+
+
+def _how_soon(tuned: Tuned) -> Iterator[answer.Line]:
+    """When the best step until then was near the end, and when the search ended; nothing where that is not known."""
     if tuned.near_end_s is not None:
         yield answer.Line(
             f"Within {100 * NEAR:.0f} % of the end in {tuned.near_end_s:.0f} s, ended after {tuned.seconds:.0f} s."
