@@ -1,6 +1,7 @@
 """How Sphinx makes the site from docs/. `make docs` builds it; docs/architecture.md says why it is made so."""
 
 import functools
+import gc
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from sphinx.pycode import ModuleAnalyzer  # noqa: E402
 from sphinx.search.en import SearchEnglish  # noqa: E402
 
 from stepscope import __version__  # noqa: E402
+
+gc.set_threshold(200_000, 10, 50)  # a page is thousands of nodes: to look through them again and again is a tenth
 
 project = "stepscope"
 version = release = __version__
