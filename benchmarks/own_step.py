@@ -184,6 +184,7 @@ _ALL = {"norm": "fused", "mlp": "fused", "loss": "fused"}
 _JOINT = {"projections": "joint"}
 _LOSS = {"loss": "fused"}
 _MLP = {"mlp": "fused"}
+_ROPE = {"rope": "fused"}
 _DEFAULT, _BLOCKS = {"compile": "default"}, {"compile": "blocks"}
 _UNDER = {"optimizer": "adamw-under-backward"}
 OURS: dict[str, Way] = {
@@ -209,6 +210,16 @@ OURS: dict[str, Way] = {
         **_DEFAULT,
         "attention": "sdpa",
     },
+    "flash, joint, fused mlp, rope, fused loss, default, graph": {
+        **_MASTERS,
+        **_MLP,
+        **_ROPE,
+        **_LOSS,
+        **_JOINT,
+        **_DEFAULT,
+        "attention": "flash",
+    },
+    "flash, joint, fused, rope, graph": {**_MASTERS, **_ALL, **_ROPE, **_JOINT, "attention": "flash"},
     "flash, default, graph": {**_MASTERS, **_DEFAULT, "attention": "flash"},
     "sdpa, joint, default, graph": {**_MASTERS, **_JOINT, **_DEFAULT, "attention": "sdpa"},
     "sdpa, default, graph": {**_MASTERS, **_DEFAULT, "attention": "sdpa"},
@@ -230,7 +241,11 @@ OURS: dict[str, Way] = {
 backward go with compiled blocks: backward of a model that is compiled as a whole gives all gradients at its end."""
 
 _BY_HAND = ("masters, default, graph", "autocast, default, graph")
-_DECODER = ("flash, joint, fused mlp, fused loss, default, graph", "sdpa, joint, fused mlp, fused loss, default, graph")
+_DECODER = (
+    "flash, joint, fused mlp, rope, fused loss, default, graph",
+    "flash, joint, fused mlp, fused loss, default, graph",
+    "sdpa, joint, fused mlp, fused loss, default, graph",
+)
 _ENCODER = ("flash, joint, default, graph", "sdpa, joint, default, graph")
 SHORT: dict[str, dict[str, tuple[str, ...]]] = {
     "llama-3.2-1b": {"hand": _BY_HAND[::-1], "ours": _DECODER},

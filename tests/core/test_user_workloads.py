@@ -17,6 +17,7 @@ from stepscope.core.formulas.spelled import (
     run_call,
     run_command,
 )
+from stepscope.core.parts import PARTS
 from stepscope.core.run import Run
 from stepscope.core.run_directory import encode_run, load_run
 from stepscope.core.workloads import (
@@ -153,36 +154,38 @@ def test_a_choice_that_does_not_exist_is_refused(field: str, value: object):
 
 def test_how_parts_are_computed_counts_only_where_it_is_not_the_model_s_own_code():
     """Runs that were stored before it could be said keep their keys."""
-    plain = msgspec.structs.replace(OWN, norm="reference", mlp="reference", loss="reference")
+    plain = msgspec.structs.replace(OWN, **dict.fromkeys(PARTS, "reference"))
     assert plain.key == "make-fp32-train-width64-fastTrue-7acf340b"
-    assert not {"norm", "mlp", "loss"} & {*plain.identity}
+    assert not PARTS.keys() & {*plain.identity}
     stored = msgspec.json.decode(msgspec.json.encode(OWN))
-    assert (
-        msgspec.convert({n: v for n, v in stored.items() if n not in ("norm", "mlp", "loss")}, FactoryWorkload) == OWN
-    )
+    assert msgspec.convert({n: v for n, v in stored.items() if n not in PARTS}, FactoryWorkload) == OWN
     norm = msgspec.structs.replace(OWN, norm="fused")
     both = msgspec.structs.replace(norm, mlp="fused", loss="fused")
     assert norm.key.startswith("make-fp32-train-width64-fastTrue-fused-norm-") and norm.identity["norm"] == "fused"
     assert cell_name(both).endswith("-fused-parts") and len({plain.key, norm.key, both.key}) == 3
     assert "fp32, train, fused norm, eager" in describe_workload(norm)
-    assert "fp32, train, fused parts, eager" in describe_workload(both)
+    assert "fp32, train, fused norm, fused mlp, fused loss, eager" in describe_workload(both)
+    assert "fp32, train, fused parts, eager" in describe_workload(msgspec.structs.replace(both, rope="fused"))
 
 
 def test_options_and_arguments_say_how_parts_are_computed():
     asked = {"module": ("own.py:make",), "kernels": ("reference", "fused"), "mlp": ("reference",)}
     found = [own for own in ManyWorkloads(asked).workloads() if isinstance(own, FactoryWorkload)]
-    assert [own.parts for own in found] == [{"norm": n, "mlp": "reference", "loss": n} for n in ("reference", "fused")]
-    assert len(ManyWorkloads({**asked, "norm": ("fused",), "loss": ("fused",)}).workloads()) == 1, (
-        "what is said is so in all kernels"
-    )
-    both = msgspec.structs.replace(OWN, norm="fused", mlp="fused", loss="fused")
+    assert [own.parts for own in found] == [
+        {"norm": n, "rope": n, "mlp": "reference", "loss": n} for n in ("reference", "fused")
+    ]
+    each = {"norm": ("fused",), "rope": ("fused",), "loss": ("fused",)}
+    assert len(ManyWorkloads({**asked, **each}).workloads()) == 1, "what is said is so in all kernels"
+    both = msgspec.structs.replace(OWN, norm="fused", rope="fused", mlp="fused", loss="fused")
     assert "--kernels fused" in (run_command(both) or "") and "kernels='fused'" in (run_call(both) or "")
     norm = msgspec.structs.replace(OWN, norm="fused")
     assert "--norm fused" in (run_command(norm) or "") and "kernels={'norm': 'fused'}" in (run_call(norm) or "")
     assert of_factory("a.py:make", None, {"kernels": {"norm": "fused"}}).parts == norm.parts
     assert of_factory("a.py:make", None, {"kernels": "fused"}).parts == both.parts
-    with pytest.raises(InputError, match="rope is computed by other kernels in the textbook's model alone"):
-        of_factory("a.py:make", None, {"kernels": {"rope": "fused"}})
+    assert of_factory("a.py:make", None, {"kernels": {"rope": "fused"}}).parts["rope"] == "fused"
+    # Before rope was a part of such a model, all parts were three: the keys of what was stored then stay.
+    three = msgspec.structs.replace(OWN, norm="fused", mlp="fused", loss="fused")
+    assert "fused-parts" in three.key and "rope" not in three.identity and three.key != both.key
 
 
 def test_sizes_of_a_factory_are_its_arguments_of_these_names():

@@ -40,8 +40,8 @@ LIBRARIES = {
 }
 
 ONE_FILE = {
-    "liger_kernel": "training/parts/liger.py",
-    "quack": "training/parts/quack.py",
+    "liger_kernel": "training/parts/libraries.py",
+    "quack": "training/parts/libraries.py",
     "ray": "engine/courier.py",
 }
 """Libraries that one file imports alone."""

@@ -219,7 +219,7 @@ def test_the_usual_changes_are_those_that_the_step_may_have():
     assert fields(["parallel"], **ranks) == {"optimizer", "attention", *parts}
     own = FactoryWorkload(model=UserModel(name=""), factory="own.py:make")
     assert [set(group) for group in groups_that_may(own, frozenset())] == [
-        {"dtype", "optimizer"}, {"graph"}, {"attention"}, {"norm", "mlp", "loss"}, {"projections"},
+        {"dtype", "optimizer"}, {"graph"}, {"attention"}, parts, {"projections"},
     ]  # fmt: skip
 
 
@@ -254,10 +254,10 @@ def test_kernels_in_a_user_s_model_are_tried_together_and_taken_back():
     search, _ = searched_own(0.9)
     together, *others = search.tried
     assert (together.round, together.verdict) == ("together", "taken")
-    assert together.change.items() >= {"norm": "fused", "mlp": "fused", "loss": "fused", "graph": "step"}.items()
+    assert together.change.items() >= {**dict.fromkeys(PARTS, "fused"), "graph": "step"}.items()
     assert not {"kernels", "kernels apart"} & {tried.round for tried in others}
     back = [tried for tried in others if tried.round == "without" and "norm" in tried.change]
-    own = {"norm": "reference", "mlp": "reference", "loss": "reference"}
+    own = dict.fromkeys(PARTS, "reference")
     assert [(tried.change, tried.verdict) for tried in back] == [(own, "slower")]
     assert "--kernels fused" in (run_command(search.best) or "")
     assert "kernels='fused'" in (run_call(search.best) or "")
@@ -268,10 +268,24 @@ def test_kernels_that_are_slower_in_a_user_s_model_are_tried_alone_and_apart():
     changes = {
         name: [(t.change, t.verdict) for t in search.tried if t.round == name] for name in ("kernels", "kernels apart")
     }
-    assert changes["kernels"] == [({"norm": "fused", "mlp": "fused", "loss": "fused"}, "slower")]
-    assert changes["kernels apart"] == [({part: "fused"}, "slower") for part in ("norm", "mlp", "loss")]
+    assert changes["kernels"] == [(dict.fromkeys(PARTS, "fused"), "slower")]
+    assert changes["kernels apart"] == [({part: "fused"}, "slower") for part in PARTS]
     kept, _ = searched_own(0.9, frozenset({"norm"}))
     assert (getattr(kept.best, "norm", ""), getattr(kept.best, "mlp", "")) == ("reference", "fused")
+
+
+def test_parts_that_a_user_s_model_does_not_have_are_never_asked_for():
+    """Those that it has are tried together, and a single one once."""
+
+    def tried(*absent: str) -> list[object]:
+        search, bench = searched_own(4.0, frozenset(absent))
+        assert not any(getattr(step, part) == "fused" for step in bench.raced for part in absent)
+        return [t.change for t in search.tried if t.round in ("kernels", "kernels apart")]
+
+    assert tried("rope") == [
+        {"norm": "fused", "mlp": "fused", "loss": "fused"}, {"norm": "fused"}, {"mlp": "fused"}, {"loss": "fused"},
+    ]  # fmt: skip
+    assert tried("norm", "rope", "mlp") == [{"loss": "fused"}]
 
 
 def test_a_user_s_model_without_such_modules_has_the_rest_of_what_is_usually_faster():
@@ -332,8 +346,8 @@ def test_where_a_user_s_model_does_not_compile_the_rest_is_tried_without(verdict
 
     first, second, *_ = compiled_first(Uncompiled(0.9)).tried
     assert (first.verdict, second.round, second.verdict) == (verdict, "together", "taken")
-    assert second.change.keys() ^ first.change.keys() == {"compile", "norm"}
-    assert {part for part, name in second.change.items() if name == "fused"} == {"norm", "mlp", "loss"}
+    assert second.change.keys() ^ first.change.keys() == {"compile", "norm", "rope"}
+    assert {part for part, name in second.change.items() if name == "fused"} == {*PARTS}
 
 
 def test_a_compiled_model_without_such_modules_has_the_rest_compiled():

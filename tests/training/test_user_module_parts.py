@@ -232,7 +232,7 @@ def test_the_command_measures_them_and_says_what_was_replaced(file: Path):
     run = json.loads(stored.read_bytes())
     assert (run["workload"]["norm"], run["workload"]["mlp"]) == ("fused", "fused")
     assert [(one["type"], one["modules"], one["replaced"]) for one in run["evidence"]["parts"]] == [
-        ("RMSNorm", 2, True), ("SwiGLU", 1, False), ("SwiGLU", 1, True), ("", 0, False),
+        ("RMSNorm", 2, True), ("", 0, False), ("SwiGLU", 1, False), ("SwiGLU", 1, True), ("", 0, False),
     ]  # fmt: skip
     kinds = [finding["kind"] for finding in run["findings"]]
     assert "part-left" in kinds and "part-mismatch" not in kinds
@@ -242,12 +242,15 @@ def test_the_command_measures_them_and_says_what_was_replaced(file: Path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("run", "--rope", "fused"), "rope is computed by other kernels in the textbook's model alone: in your own a"),
+        (
+            ("run", "--rope", "fused", *QUICK),
+            "rope fused replaces nothing in Net: it has no attention whose forward ca",
+        ),
         (
             ("run", "--loss", "fused", *QUICK),
             "loss fused replaces nothing in Net: it has no language model of t",
         ),
-        (("fit", "--kernels", "fused"), "cannot be run on fake tensors: leave out kernels, norm, mlp and loss"),
+        (("fit", "--kernels", "fused"), "cannot be run on fake tensors: leave out norm, rope, mlp and loss"),
         (("run", "--norm", "liger", *QUICK), "norm liger runs on cuda, not on cpu: choose --norm reference"),
     ],
 )

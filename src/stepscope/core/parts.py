@@ -376,11 +376,6 @@ PART_WORDS: dict[Part, str] = {
 
 REFERENCE: Kernels = "reference"
 
-NO_MODULES: dict[Part, str] = {
-    "rope": "a function turns queries and keys inside attention's forward, which no module can replace",
-}
-"""Parts that are no modules in a model that is not ours, so that no other kernels can compute them there, and why."""
-
 LOSS_CHUNK_BYTES = 64 << 20
 """The bytes of logits that the fused loss has in memory at a time, where that is LOSS_LEAST_ROWS or more."""
 FEW_LABELS_CHUNK_BYTES = 1 << 30
@@ -434,6 +429,8 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a loss takes a bias, and computes nothing of rows without a label: those of a masked language model."""
     own_gradients: bool = False
     """Whether nobody else holds the gradients that a loss gives, so that a tied embedding may add its own in place."""
+    any_tables: bool = False
+    """Whether rope takes tables of each sequence, and of a part of the width."""
 
     def fault(self, device_type: str, dtype: TensorDtype, width: int | None = None) -> str | None:
         """Why it does not run this on this machine, in words that follow its name; None where it does."""
@@ -483,7 +480,7 @@ def _fused(
     return PartRecord(
         function=f"stepscope.kernels.parts.{function}", dtypes=_FUSED, package="triton", interpreted=True,
         saves=saves, predicted=True, signs=rf"^(?:stepscope::)?(?:{signs})", operators=True,
-        largest_width=largest_width, few_labels=of_models, own_gradients=of_models,
+        largest_width=largest_width, few_labels=of_models, own_gradients=of_models, any_tables=of_models,
     )  # fmt: skip
 
 
@@ -493,7 +490,7 @@ def _compiled(function: str, saves: str) -> PartRecord:
 
 def _liger(function: str, saves: str, signs: str, *, overwrites: bool = False) -> PartRecord:
     return PartRecord(
-        function=f"stepscope.training.parts.liger:{function}", device_types=("cuda",), dtypes=_FUSED,
+        function=f"stepscope.training.parts.libraries:liger_{function}", device_types=("cuda",), dtypes=_FUSED,
         package="liger_kernel", installs="liger-kernel", saves=saves, signs=signs, overwrites=overwrites,
     )  # fmt: skip
 
@@ -503,7 +500,7 @@ def _quack(
     dtypes: tuple[TensorDtype, ...] = _FUSED,
 ) -> PartRecord:  # fmt: skip
     return PartRecord(
-        function=f"stepscope.training.parts.quack:{function}", device_types=("cuda",), dtypes=dtypes,
+        function=f"stepscope.training.parts.libraries:quack_{function}", device_types=("cuda",), dtypes=dtypes,
         package="quack", installs="quack-kernels", saves=saves, signs=signs, multiples=multiples,
         largest_width=largest_width,
     )  # fmt: skip
@@ -523,7 +520,10 @@ _PARTS: dict[Part, dict[Kernels, PartRecord]] = {
     "rope": {
         "reference": PartRecord(function="", saves="cos and sin, cast: 4 S D for each layer, in 16 bits"),
         "compiled": _compiled("rotated", "what the compiler keeps: cos and sin, S D each"),
-        "fused": _fused("rope:rotated", "nothing: cos and sin are the model's", "rotate_halves$", largest_width=1024),
+        "fused": _fused(
+            "rope:rotated", "nothing: cos and sin are the model's", "rotate_halves$", largest_width=1024,
+            of_models=True,
+        ),
         "liger": _liger("rotated", "nothing: cos and sin are the model's", r"^_triton_rope"),
         "quack": _quack(
             "rotated", "nothing: cos and sin are the model's", "quack(?:::_)?rotary", multiples=(8, 8),
@@ -563,9 +563,6 @@ PARTS: dict[Part, Records[PartRecord]] = {part: Records(ways, of_users=_OF_USERS
 """The implementations of each part, by name."""
 
 
-MODULE_PARTS: tuple[Part, ...] = tuple(part for part in PARTS if part not in NO_MODULES)
-"""Parts that other kernels may compute in a model that is not ours."""
-
 KERNELS: tuple[Kernels, ...] = tuple(dict.fromkeys(name for ways in PARTS.values() for name in ways))
 """The names that `--kernels` takes. Each is an implementation of every part, but `quack`, which has no `mlp`."""
 
@@ -581,24 +578,6 @@ def named_kernels(kernels: object) -> dict[Part, Kernels]:
         return {part: choose_name(names[part], PARTS[part], part) for part in PARTS if part in names}
     name = choose(str(kernels), KERNELS, "kernels")
     return {part: name for part, ways in PARTS.items() if name in ways}
-
-
-def own_kernels(kernels: object) -> dict[Part, Kernels]:
-    """What `kernels` says of a model that is not ours: of the parts that are modules. Raises InputError where it names
-    another by itself."""
-    named = named_kernels(kernels)
-    if isinstance(kernels, Mapping):
-        check_modules(named)
-    return {part: name for part, name in named.items() if part in MODULE_PARTS}
-
-
-def check_modules(parts: Iterable[str]) -> None:
-    """Raise InputError for a part that is no module in a model that is not ours."""
-    for part, why in NO_MODULES.items():
-        if part in parts:
-            raise InputError(
-                f"{part} is computed by other kernels in the textbook's model alone: in your own {why}; leave it out"
-            )
 
 
 def compiles(chosen: Mapping[Part, Kernels]) -> bool:

@@ -7,7 +7,7 @@ A stored run tells them apart by `kind`; whoever asks whether there are formulas
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
 import msgspec
@@ -28,7 +28,6 @@ from stepscope.core.files import identity_of, sha256_of
 from stepscope.core.model_config import LARGEST, PRESETS, ModelConfig, configure, whole_number
 from stepscope.core.parts import (
     ATTENTIONS,
-    MODULE_PARTS,
     PARTS,
     REFERENCE,
     Attention,
@@ -369,7 +368,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
             return None
         of_model = _different(self.model, configure(preset), without=("name",))
         usual = TextbookWorkload(model=self.model, phase=self.phase)
-        return [("model", preset), *of_model, *_choices(self, usual, PARTS, without=("model", "phase"))]
+        return [("model", preset), *of_model, *_choices(self, usual, without=("model", "phase"))]
 
     def words(self, *without: str) -> list[str]:
         """The words of the key, but for these fields: sizes, and choices that are not the usual."""
@@ -555,18 +554,16 @@ def _different(one: msgspec.Struct, usual: msgspec.Struct, *, without: tuple[str
             yield field, value
 
 
-def _choices(
-    one: StepChoices, usual: StepChoices, parts: Iterable[str], *, without: tuple[str, ...]
-) -> list[tuple[str, object]]:
+def _choices(one: StepChoices, usual: StepChoices, *, without: tuple[str, ...]) -> list[tuple[str, object]]:
     """The fields of a step that are not the usual, with `kernels` in place of the model's parts where all have one
     name; and its phase."""
-    chosen = kernels_at_once(dict(_different(one, usual, without=without)), parts)
+    chosen = kernels_at_once(dict(_different(one, usual, without=without)))
     return [*chosen.items(), *([("phase", one.phase)] if one.phase != "train" else [])]
 
 
-def kernels_at_once(fields: Mapping[str, object], parts: Iterable[str] = PARTS) -> dict[str, object]:
+def kernels_at_once(fields: Mapping[str, object]) -> dict[str, object]:
     """The fields with `kernels` in place of the model's parts, where all have one name."""
-    names = {fields.get(part) for part in parts}
+    names = {fields.get(part) for part in PARTS}
     if len(names) > 1 or None in names:
         return dict(fields)
     return {name: value for name, value in fields.items() if name not in PARTS} | {"kernels": names.pop()}
@@ -617,8 +614,8 @@ class UserModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 _LATER: dict[str, object] = {
-    "parallel": NOT_PARALLEL, "ranks": 1, "graph": "none", "clip": None, "norm": REFERENCE, "mlp": REFERENCE,
-    "loss": REFERENCE, "attention": None, "projections": "apart",
+    "parallel": NOT_PARALLEL, "ranks": 1, "graph": "none", "clip": None, "norm": REFERENCE, "rope": REFERENCE,
+    "mlp": REFERENCE, "loss": REFERENCE, "attention": None, "projections": "apart",
 }  # fmt: skip
 """Fields that came after the first results were stored, with their defaults: they count where they differ."""
 
@@ -716,6 +713,7 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
     code: str = ""
     """A digest of the factory's own file, which is known before it is called."""
     norm: Kernels = REFERENCE
+    rope: Kernels = REFERENCE
     mlp: Kernels = REFERENCE
     loss: Kernels = REFERENCE
     """How these parts are computed: the model's own code, or the kernels of core/parts.py, where a module computes the
@@ -742,8 +740,8 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
 
     @property
     def parts(self) -> dict[Part, Kernels]:
-        """How each part that is a module is computed."""
-        return {"norm": self.norm, "mlp": self.mlp, "loss": self.loss}
+        """How each part of core/parts.py is computed."""
+        return {"norm": self.norm, "rope": self.rope, "mlp": self.mlp, "loss": self.loss}
 
     @property
     def requested(self) -> "FactoryWorkload":
@@ -779,7 +777,7 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         return [
             ("model" if is_configuration(self.factory) else "module", self.factory),
             *(("arg", f"{name}={value}") for name, value in self.arguments.items()),
-            *_choices(self.requested, usual, MODULE_PARTS, without=without),
+            *_choices(self.requested, usual, without=without),
         ]
 
     @property
@@ -790,10 +788,13 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
     def words(self, *without: str) -> list[str]:
         in_key = {"batch_size": self.batch_size, "seq_len": self.seq_len}  # as b4 and s128
         values = [f"{n}{value}" for n, value in self.arguments.items() if n not in in_key or in_key[n] != value]
+        parts = self.parts
+        if self.rope == REFERENCE:  # it came later: keys of what was stored before stay
+            del parts["rope"]
         more = {
             "arguments": "-".join(values),
             "attention": self.attention or "",
-            **part_words(self.parts),
+            **part_words(parts),
             "projections": f"{self.projections}-projections" if self.projections != "apart" else "",
         }
         return super().words(*without) + [word for field, word in more.items() if word and field not in without]

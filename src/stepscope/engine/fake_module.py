@@ -346,7 +346,7 @@ def watch_module_step(
     if any(name != REFERENCE for name in workload.parts.values()):
         # Whether they compute what a module does is told by numbers, which fake tensors have not.
         raise InputError(
-            "other kernels in a model of your own cannot be run on fake tensors: leave out kernels, norm, mlp and loss"
+            "other kernels in a model of your own cannot be run on fake tensors: leave out norm, rope, mlp and loss"
         )
     if workload.optimizer in OF_LIBRARIES:
         of_library(workload.optimizer)  # before all that takes longer

@@ -7,7 +7,7 @@ have it then, and hand it on.
 import functools
 import itertools
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, cast
 
@@ -39,15 +39,12 @@ from stepscope.core.options import (
 )
 from stepscope.core.parts import (
     KERNELS,
-    MODULE_PARTS,
     PART_WORDS,
     PARTS,
     REFERENCE,
     attention_names,
-    check_modules,
     is_kept,
     named_kernels,
-    own_kernels,
 )
 from stepscope.core.run import Settings, settings_from
 from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES, option_words
@@ -120,8 +117,8 @@ OPTIONS = (
     *(Option(f"How {what} is computed, also by path/file.py:function.", WORKLOAD, part, str,
              choices=tuple(PARTS[part]), verbs=_PARTS)
       for part, what in PART_WORDS.items()),
-    Option("How norm, rope, mlp and loss are computed, where they are not said; of your own model norm, mlp and loss. "
-           "quack has no mlp.", WORKLOAD, "kernels", str, choices=KERNELS, verbs=(*_PARTS, "study parallel")),
+    Option("How norm, rope, mlp and loss are computed, where they are not said. quack has no mlp.", WORKLOAD,
+           "kernels", str, choices=KERNELS, verbs=(*_PARTS, "study parallel")),
     Option("Whether projections of one input are one product.", WORKLOAD, "projections", str, choices=PROJECTIONS,
            verbs=_WITH_PARTS),
     Option("", WORKLOAD, "compile", str, choices=COMPILES),
@@ -262,7 +259,7 @@ _TWO_MODELS = "--module and --model both say which model: give one of them"
 _ARG_ALONE = "--arg belongs to --module, or --model CONFIG.json: say whose argument it is"
 _OF_ANY_MODEL = (
     "dtype", "phase", "compile", "graph", "optimizer", "clip", "checkpointing", "accumulation", "parallel", "ranks",
-    "seed", "kernels", "attention", "projections", *MODULE_PARTS,
+    "seed", "kernels", "attention", "projections", *PARTS,
 )  # fmt: skip
 """Options of a workload that say something of a user's own model, too."""
 
@@ -296,7 +293,6 @@ def _user_workloads(options: Mapping[str, Sequence[Any]]) -> list[FactoryWorkloa
         if options.get("arg"):
             raise InputError(_ARG_ALONE)
         return []
-    check_modules(options)
     takes = (*_OF_ANY_MODEL, *_ARGUMENTS, *(("model",) if files else ()))
     strangers = [flag for flag in _flags(options) if flag.removeprefix("--").replace("-", "_") not in takes]
     if strangers:
@@ -325,7 +321,7 @@ def _user_workloads(options: Mapping[str, Sequence[Any]]) -> list[FactoryWorkloa
         for factory in files or factories
         for values in itertools.product(*arguments.values())
         for kernels in options.get("kernels", (None,))
-        for chosen in combinations(_with_parts({**choices, "kernels": kernels}, several=True, parts=MODULE_PARTS))
+        for chosen in combinations(_with_parts({**choices, "kernels": kernels}, several=True))
     ]
     for workload in workloads:
         _say_unmet(workload)
@@ -359,16 +355,13 @@ def _one_value_each(written: Sequence[str]) -> dict[str, Any]:
     return {name: values[0] for name, values in arguments.items()}
 
 
-def _with_parts(
-    chosen: Mapping[str, Any], *, several: bool = False, parts: Collection[str] = tuple(PARTS)
-) -> dict[str, Any]:
-    """What was chosen, with what `kernels` says of every part that was not. several: whether values are tuples. parts:
-    those that it says something of."""
+def _with_parts(chosen: Mapping[str, Any], *, several: bool = False) -> dict[str, Any]:
+    """What was chosen, with what `kernels` says of every part that was not. several: whether values are tuples."""
     others = dict(chosen)
     kernels = others.pop("kernels", None)
     if kernels is None:
         return others
-    named = {part: name for part, name in named_kernels(kernels).items() if part in parts}
+    named = named_kernels(kernels)
     return {**{part: (name,) if several else name for part, name in named.items()}, **others}
 
 
@@ -441,7 +434,7 @@ def fields_of_any_model(choices: Mapping[str, Any], remedy: str) -> dict[str, An
     strangers = [name for name in choices if name not in _OF_ANY_MODEL]
     if strangers:
         raise InputError(f"only the textbook's model takes {', '.join(strangers)}: {remedy}")
-    parts = own_kernels(choices["kernels"]) if "kernels" in choices else {}
+    parts = named_kernels(choices["kernels"]) if "kernels" in choices else {}
     return {**{name: value for name, value in choices.items() if name != "kernels"}, **parts}
 
 

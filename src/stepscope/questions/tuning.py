@@ -299,13 +299,17 @@ def changes_of(
 ) -> Iterator[tuple[Change, Workload | str]]:
     """Each change of a round that changes anything, with the step that it makes, or with why it cannot be.
 
-    kept: fields that stay as they are; a change of one is left out.
+    kept: fields that stay as they are; a change of one is left out, and one of several parts is made of the others.
     """
     if round_.of_gpu and not on_gpu:
         return
     keys = {best.key}
     for change in round_.changes(best, on_gpu):
         different = {name: value for name, value in change.items() if getattr(best, name) != value}
+        if len(different.keys() & PARTS.keys()) > 1 and different.keys() & PARTS.keys() & kept:
+            different = {name: value for name, value in different.items() if name not in PARTS or name not in kept}
+            if len(different) == 1:
+                continue  # which is tried by itself, too
         if not different or kept & different.keys() or not different.keys() <= {*best.__struct_fields__}:
             continue
         try:

@@ -119,9 +119,9 @@ def run(
       xl and larger ones (left out: small on a GPU, tiny on a CPU), with batch_size sequences (4) of seq_len tokens (512
       on a GPU, 128 on a CPU), an attention, and {options} in place of
       the preset's own. kernels says how norm, rope, mlp and loss are computed: reference, compiled, fused, liger or
-      quack (which has no mlp), for all or by part, as in {"norm": "fused"}; of a module or a factory's it says so of
-      norm, mlp and loss, where modules compute the same. projections: apart, or joint: those of one input are one
-      product, and so are a picture's patches.
+      quack (which has no mlp), for all or by part, as in {"norm": "fused"}; of a module or a factory's, where modules
+      compute the same. projections: apart, or joint: those of one input are one product, and so are a picture's
+      patches.
 
     How it runs, whatever the model:
 

@@ -15,9 +15,10 @@ import contextlib
 import functools
 import itertools
 import math
+import types
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -539,3 +540,109 @@ def trials_of_one_tensor(module: nn.Module, epsilon: float) -> Iterator[Trial]:
             x = normal(*shape[:-1], width + 3)[..., 2:-1] if len(shape) == 2 else normal(*shape)
             x[-1] *= epsilon**0.5 or 1.0
             yield _OneTensor(module=module, weights=weights, x=x.to(dtype), gradient=normal(*shape), autocast=autocast)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfTables(Trial):
+    """A call of the function by which an attention turns queries and keys, with tables of random numbers."""
+
+    own: Function
+    """The module's own function; a replacement has another (`TURNS`)."""
+    k: Tensor
+    tables: tuple[Tensor, Tensor]
+    options: Mapping[str, int]
+    gradients: tuple[Tensor, Tensor]
+
+    def run(self, dtype: torch.dtype | None = None, frozen: Frozen = None) -> dict[str, Tensor]:
+        q, k, cos, sin = (each.to(dtype or each.dtype).detach() for each in (self.x, self.k, *self.tables))
+        leaves = {self.of_input: q.requires_grad_(frozen != "input"), "gradient of keys": k}
+        k.requires_grad_(frozen != "weights")
+        function = getattr(type(self.module), TURNS, self.own)
+        try:
+            results: object = function(q, k, cos, sin, **self.options)
+        except CALL_ERRORS as error:
+            raise Unlike(f"they cannot be called with q, k, cos and sin: {named_line(error)}") from error
+        shapes = [each.shape for each in results] if isinstance(results, tuple) else []
+        if not isinstance(results, tuple) or shapes != [q.shape, k.shape]:
+            raise Unlike("they do not give queries and keys of the shapes that they get")
+        named = dict(zip(("turned queries", "turned keys"), results, strict=True))
+        due = [
+            (out, each.to(out.dtype)) for out, each in zip(results, self.gradients, strict=True) if out.requires_grad
+        ]
+        trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        outs, upstream = zip(*due, strict=True)
+        gradients = torch.autograd.grad(outs, [*trained.values()], upstream, allow_unused=True)
+        found = {name: each for name, each in zip(trained, gradients, strict=True) if each is not None}
+        return {name: out.detach() for name, out in named.items()} | found
+
+
+TURNS = "_stepscope_turns"
+"""Where a replacement's class has the function that turns its queries and keys."""
+
+
+def trials_of_tables(module: nn.Module, function: Function, *, unsqueezes: bool, partial: bool) -> Iterator[Trial]:
+    """Calls of a function of q, k, cos and sin: with tables of each sequence and of all, in the dtypes that meet in a
+    model of this one. unsqueezes: whether it is told where heads are (unsqueeze_dim). partial: also with tables of a
+    part of the width."""
+    first = next(each for each in module.parameters() if each.is_floating_point())
+    generator = torch.Generator(device=first.device).manual_seed(SEED)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=first.device)
+
+    wide, narrow = torch.promote_types(first.dtype, torch.float32), torch.bfloat16
+    dtypes = [(first.dtype, first.dtype), (first.dtype, wide)]
+    dtypes += [(narrow, wide), (narrow, narrow)] if first.dtype == torch.float32 else []  # under autocast
+    every = ((2, 8), (1, 8), *([(2, 6)] if partial else []))
+    for of_heads, of_tables in dict.fromkeys(dtypes):
+        for samples, rotary in every if (of_heads, of_tables) == dtypes[0] else every[:1]:
+            rows = normal(2, 2, 4, 8).to(of_heads)  # (B, S, heads, D): three heads of queries, one of keys
+            heads_first = samples == 2 or not unsqueezes
+            rows = rows.transpose(1, 2) if heads_first else rows
+            q, k = rows.split([3, 1], dim=1 if heads_first else 2)
+            cos, sin = (normal(samples, 2, rotary).to(of_tables) for _ in range(2))
+            if not unsqueezes:
+                cos, sin = (each[:, None] if samples > 1 else each[0] for each in (cos, sin))
+            yield _OfTables(
+                module=module, x=q, of_input="gradient of queries", autocast=False, own=function, k=k,
+                tables=(cos, sin), options={} if heads_first else {"unsqueeze_dim": 2},
+                gradients=(normal(*q.shape), normal(*k.shape)),
+            )  # fmt: skip
+
+
+# What tells that two modules compute the same.
+
+
+_HOMES = ("_parameters", "_buffers", "_modules")
+"""Where a module keeps its tensors and the modules in it."""
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+
+
+class _Itself(int):
+    """The identity of an object that nothing tells of; another may have it once that is gone."""
+
+
+def kind_of(value: object) -> Hashable:
+    """What tells whether two modules compute the same of the same weights: classes, attributes, and shapes, all the way
+    down. Blocks of a model are alike, and their trials would be of equal numbers: one of a kind is held against its
+    replacement for all. An object that nothing tells of is like itself alone."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, *_FUNCTIONS)):
+        return type(value), value
+    if isinstance(value, tuple):
+        return tuple(map(kind_of, value))
+    if isinstance(value, nn.Parameter):
+        return type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad
+    if isinstance(value, nn.Module):
+        inside = ((name, each) for home in _HOMES for name, each in vars(value)[home].items())
+        itself = ((name, each) for name, each in vars(value).items() if name not in _HOMES)
+        bases = (base for base in type(value).__mro__ if base not in (nn.Module, object))
+        code = tuple(each for base in bases for each in vars(base).values() if isinstance(each, _FUNCTIONS))
+        return type(value), code, tuple((name, kind_of(each)) for name, each in (*inside, *itself))
+    if isinstance(value, (dict, list, set)) and not value:  # as the hooks of most modules
+        return type(value)
+    return _Itself(id(value))
+
+
+def lasts(kind: Hashable) -> bool:
+    """Whether a kind tells the same of modules that are made later."""
+    return not isinstance(kind, _Itself) and (not isinstance(kind, tuple) or all(map(lasts, kind)))

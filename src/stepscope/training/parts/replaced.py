@@ -16,7 +16,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import types
 import typing
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -31,8 +30,6 @@ from torch.func import functional_call
 from stepscope.core.errors import InputError, choose, named_line
 from stepscope.core.parts import (
     ATTENTIONS,
-    MODULE_PARTS,
-    NO_MODULES,
     PARTS,
     REFERENCE,
     Kernels,
@@ -60,6 +57,7 @@ from stepscope.training.parts import part_function
 from stepscope.training.parts.gate import (
     CALL_ERRORS,
     SEED,
+    TURNS,
     Frozen,
     PartCase,
     Trial,
@@ -67,9 +65,20 @@ from stepscope.training.parts.gate import (
     autocast_or_not,
     gradients_of,
     hold,
+    kind_of,
+    lasts,
     require_users_part,
     trials_of_one_tensor,
+    trials_of_tables,
     ways_of,
+)
+from stepscope.training.parts.rotation import (
+    Turning,
+    calling_another,
+    kind_of_turning,
+    turned_by,
+    turning_of,
+    why_not_turned,
 )
 
 # The loss of a Hugging Face language model, from its head's input: without the logits of the batch.
@@ -483,14 +492,13 @@ _NAMES: dict[torch.dtype, TensorDtype] = {dtype: name for name, dtype in TORCH_D
 _NOT_RMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _ABSENT: dict[Part, str] = {
     "norm": "no RMSNorm",
+    "rope": "no attention whose forward calls a function of q, k, cos and sin",
     "mlp": "no SwiGLU of gate, up and down",
     "loss": "no language model of transformers with a head of one product",
 }
 """What a model has not, where it has no module of a part."""
 _ROWS = 64
 """Rows of a call on which a user's function is judged, before a module is held against it."""
-_HOMES = ("_parameters", "_buffers", "_modules")
-"""Where a module keeps its tensors and the modules in it."""
 
 
 @dataclass(frozen=True)
@@ -502,9 +510,12 @@ class _Way:
     offset: float = 0.0
     """What a norm adds to its weight; 1 in Gemma."""
     promoted: bool = False
-    """Whether a norm's result has the dtype of input times weight; otherwise it has that of the input."""
+    """Whether a norm's result has the dtype of input times weight, and turned queries that of queries times tables;
+    otherwise they have that of the input."""
     language_model: LanguageModel | None = None
     """The base and the head of a model that returns its loss."""
+    turning: Turning | None = None
+    """The function by which an attention turns queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -567,14 +578,15 @@ def replace_in(model: nn.Module, chosen: Mapping[Part, Kernels]) -> Replaced:
 def _replaced_parts(model: nn.Module, requested: Mapping[Part, Kernels]) -> Replaced:
     records = [record for part, name in requested.items() for record in _replaced(model, part, name)]
     missing = [record for record in records if not record.modules]
-    of_modules: list[Part] = [part for part in MODULE_PARTS if part in requested]
-    if len(of_modules) == len(MODULE_PARTS) and not any(record.modules for record in records):
+    of_modules: list[Part] = [part for part in PARTS if part in requested]
+    every = {*PARTS} - {"rope"} <= {*requested}  # norm, mlp and loss were all, before rope was one
+    if every and not any(record.modules for record in records):
         names = " and ".join(dict.fromkeys(requested[part] for part in of_modules))
         raise InputError(
             f"kernels {names} replace nothing in {type(model).__name__}: it has "
             f"{', '.join(_ABSENT[part] for part in of_modules)}; leave out --kernels"
         )
-    if missing and len(of_modules) < len(MODULE_PARTS):
+    if missing and not every:
         first_missing = missing[0]
         raise InputError(
             f"{first_missing.part} {first_missing.kernels} replaces nothing in {type(model).__name__}: "
@@ -589,36 +601,36 @@ _HELD: dict[Hashable, type[nn.Module] | Unlike] = {}
 
 def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
     """Replace the modules that compute a part, and say which were replaced and which were not."""
-    if part in NO_MODULES:
-        return [PartFound(part=part, kernels=name, type="", modules=0, replaced=False, why=NO_MODULES[part])]
     outcomes: dict[tuple[str, bool, str], list[tuple[str, Unlike | None]]] = {}
     held: dict[Hashable, type[nn.Module] | Unlike] = {}
     for path, module in model.named_modules():
         ways = _ways(module, part)
         if not ways:
             continue
-        kind_of = _kind(module)
-        if kind_of not in held:
-            lasting = (hold, part_function(part, name), kind_of) if _lasts(kind_of) else None
-            held[kind_of] = _HELD.get(lasting) or _replacement(module, part, name, ways)
-            if lasting is not None and not isinstance(held[kind_of], Unlike):
-                _HELD[lasting] = held[kind_of]
-        replacement = held[kind_of]
+        kind = kind_of(module) if part != "rope" else kind_of_turning(module)
+        if kind not in held:
+            lasting = (hold, part_function(part, name), kind) if lasts(kind) else None
+            held[kind] = _HELD.get(lasting) or _replacement(module, part, name, ways)
+            if lasting is not None and not isinstance(held[kind], Unlike):
+                _HELD[lasting] = held[kind]
+        replacement = held[kind]
         unlike = replacement if isinstance(replacement, Unlike) else None
         if not isinstance(replacement, Unlike):
             module.__class__ = replacement
             _tie(module, part, name, ways[0])
         # Modules that differ by unequal numbers are one line, with the largest.
-        kind = "" if unlike is None else "differs" if unlike.error < float("inf") else unlike.why
-        outcomes.setdefault((type(module).__name__, unlike is None, kind), []).append((path, unlike))
+        reason = "" if unlike is None else "differs" if unlike.error < float("inf") else unlike.why
+        outcomes.setdefault((type(module).__name__, unlike is None, reason), []).append((path, unlike))
     if not outcomes:
         return [PartFound(part=part, kernels=name, type="", modules=0, replaced=False, why=f"it has {_ABSENT[part]}")]
     records: list[PartFound] = []
-    for (kind, fits, _), each in outcomes.items():
+    for (type_name, fits, _), each in outcomes.items():
         differing = [unlike for _, unlike in each if unlike is not None]
         why = max(differing, key=lambda unlike: unlike.error).why if differing else ""
         records.append(
-            PartFound(part=part, kernels=name, type=kind, modules=len(each), replaced=fits, why=why, where=each[0][0])
+            PartFound(
+                part=part, kernels=name, type=type_name, modules=len(each), replaced=fits, why=why, where=each[0][0]
+            )
         )
     return records
 
@@ -642,6 +654,14 @@ def _ways(module: nn.Module, part: Part) -> list[_Way]:
         if not bare or isinstance(module, _NOT_RMS) or _epsilon_of(module, held["weight"].dtype) is None:
             return []
         return [_Way(offset=offset, promoted=promoted) for offset in (0.0, 1.0) for promoted in (True, False)]
+    if part == "rope":
+        called = [*turning_of(type(module)).items()][:1]
+        return [
+            _Way(turning=Turning(name=name, function=function, partial=partial), promoted=promoted)
+            for name, function in called
+            for partial in (True, False)
+            for promoted in (True, False)
+        ]
     if part == "loss":
         model_parts = language_model(module)
         return [] if model_parts is None else [_Way(language_model=model_parts)]
@@ -667,59 +687,47 @@ def _epsilon_of(module: nn.Module, dtype: torch.dtype) -> float | None:
     return float(epsilon) if isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool) else None
 
 
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
+def _weight_of(module: nn.Module, way: _Way) -> Tensor | None:
+    """The weight that says on which device and in which dtype a module computes; None where that is no plain tensor."""
+    weights = [*module.parameters()]
+    if way.language_model is not None:
+        weights = [module.get_parameter(f"{way.language_model.head}.weight")]
+    if way.turning is not None:  # those of its projections, of which some may be of other kinds
+        weights = [each for each in weights if each.is_floating_point()]
+    plain = all(type(p) is nn.Parameter and not p.is_meta for p in weights)
+    return weights[0] if weights and plain and weights[0].dtype in _NAMES else None
 
 
-class _Itself(int):
-    """The identity of an object that nothing tells of; another may have it once that is gone."""
-
-
-def _kind(value: object) -> Hashable:
-    """What tells whether two modules compute the same of the same weights: classes, attributes, and shapes, all the way
-    down. Blocks of a model are alike, and their trials would be of equal numbers: one of a kind is held against its
-    replacement for all. An object that nothing tells of is like itself alone."""
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, *_FUNCTIONS)):
-        return type(value), value
-    if isinstance(value, tuple):
-        return tuple(map(_kind, value))
-    if isinstance(value, nn.Parameter):
-        return type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad
-    if isinstance(value, nn.Module):
-        inside = ((name, each) for home in _HOMES for name, each in vars(value)[home].items())
-        itself = ((name, each) for name, each in vars(value).items() if name not in _HOMES)
-        bases = (base for base in type(value).__mro__ if base not in (nn.Module, object))
-        code = tuple(each for base in bases for each in vars(base).values() if isinstance(each, _FUNCTIONS))
-        return type(value), code, tuple((name, _kind(each)) for name, each in (*inside, *itself))
-    if isinstance(value, (dict, list, set)) and not value:  # as the hooks of most modules
-        return type(value)
-    return _Itself(id(value))
-
-
-def _lasts(kind: Hashable) -> bool:
-    """Whether a kind tells the same of modules that are made later."""
-    return not isinstance(kind, _Itself) and (not isinstance(kind, tuple) or all(map(_lasts, kind)))
+def _why_left(module: nn.Module, part: Part, name: Kernels, way: _Way, weight: Tensor | None) -> str:
+    """Why a module is not even held against its replacement; empty where it is."""
+    original = type(module)
+    reasons = (
+        (hasattr(original, "_stepscope_original"), "they are replaced already"),
+        ("forward" in vars(module), "their forward was patched by somebody else"),
+        (weight is None, "their weights are no plain floating tensors"),
+    )
+    why = next((why for holds, why in reasons if holds), "")
+    why = why or (why_not_turned(original) if way.turning is not None else "")
+    if why or weight is None:
+        return why
+    width = weight.shape[-1] if way.turning is None else None  # that of heads is seen in each call
+    fault = PARTS[part][name].fault(weight.device.type, _NAMES[weight.dtype], width)
+    if way.language_model is not None and way.language_model.transform and not PARTS[part][name].few_labels:
+        fault = "computes no loss of a masked language model"
+    return f"{name} {fault}" if fault is not None else ""
 
 
 def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way]) -> type[nn.Module] | Unlike:
     """The class that replaces a module's, of the first way that computes the same; or why none does."""
-    original = type(module)
-    if hasattr(original, "_stepscope_original"):
-        return Unlike("they are replaced already")
-    if "forward" in vars(module):
-        return Unlike("their forward was patched by somebody else")
+    original, weight = type(module), _weight_of(module, ways[0])
+    why = _why_left(module, part, name, ways[0], weight)
+    if why or weight is None:
+        return Unlike(why)
     model = ways[0].language_model
-    weights = [*module.parameters()] if model is None else [module.get_parameter(f"{model.head}.weight")]
-    weight = weights[0]
-    if weight.dtype not in _NAMES or any(type(p) is not nn.Parameter or p.is_meta for p in weights):
-        return Unlike("their weights are no plain floating tensors")
-    fault = PARTS[part][name].fault(weight.device.type, _NAMES[weight.dtype], weight.shape[-1])
-    if model is not None and model.transform and not PARTS[part][name].few_labels:
-        fault = "computes no loss of a masked language model"
-    if fault is not None:
-        return Unlike(f"{name} {fault}")
     if is_users(name):
         width = _shape(getattr(module, ways[0].names[0]))[0] if part == "mlp" else weight.shape[-1]
-        sizes = {"norm": (_ROWS, width, 0), "mlp": (_ROWS, width)}.get(part, (_ROWS, *weight.shape[::-1]))
+        of_part = {"norm": (_ROWS, width, 0), "mlp": (_ROWS, width), "rope": (2, 4, 2, 8, _ROWS)}
+        sizes = of_part.get(part, (_ROWS, *weight.shape[::-1]))
         require_users_part(name, PartCase(part, sizes), _NAMES[weight.dtype], weight.device)
     nearest: Unlike | None = None
     for way in ways:
@@ -727,6 +735,10 @@ def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way])
         try:
             if model is not None:
                 trials = trials_of_states(module, model)
+            elif way.turning is not None:
+                function, partial = way.turning.function, way.turning.partial
+                unsqueezes = "unsqueeze_dim" in inspect.signature(function).parameters
+                trials = trials_of_tables(module, function, unsqueezes=unsqueezes, partial=partial)
             else:
                 trials = trials_of_one_tensor(module, _epsilon_of(module, weight.dtype) or 0.0)
             hold(module, replacement, trials)
@@ -744,8 +756,13 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
     """A subclass of a module's class whose forward is the kernel's. It has the same name, so that a model is described
     in the same words, and can be copied and pickled."""
     kernel = part_function(part, name)
+    more: dict[str, Any] = {}
     if way.language_model is not None:
         forward = loss_forward(original.forward, kernel, way.language_model)
+    elif way.turning is not None:
+        turned = turned_by(kernel, PARTS[part][name], way.turning, promoted=way.promoted)
+        forward = calling_another(original.forward, way.turning.name, turned)
+        more = {TURNS: staticmethod(turned)}
     else:
 
         @functools.wraps(original.forward)
@@ -772,6 +789,7 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
             "_stepscope_original": original,
+            **more,
         },
     )
 
@@ -812,19 +830,20 @@ def replace_parts(
     kernels: str | Mapping[str, str] | None = None,
     *,
     norm: Kernels | None = None,
+    rope: Kernels | None = None,
     mlp: Kernels | None = None,
     loss: Kernels | None = None,
     attention: str | None = None,
     projections: str | None = None,
 ) -> Replaced:
-    """Let other kernels compute norms, SwiGLUs and the loss of a model, in place, where they compute the same.
+    """Let other kernels compute norms, rope, SwiGLUs and the loss of a model, in place, where they compute the same.
 
         replaced = stepscope.replace_parts(model, norm="fused", mlp="fused")
         print(replaced)         # what was replaced, what was left, and why
         replaced.restore()      # the model's own code again
 
-    kernels: compiled, fused, liger or quack (norm and loss alone), for all parts or by part; norm, mlp and loss say it
-    of one, also by a function of your own, as in norm="mine.py:fn". A module is held against its replacement first,
+    kernels: compiled, fused, liger or quack (no mlp), for all parts or by part; norm, rope, mlp and loss say it of one,
+    also by a function of your own, as in norm="mine.py:fn". A module is held against its replacement first,
     forward and backward, on random numbers, and of those that are alike one for all; what differs is left, and a
     warning says what was asked for and not done. Move the model to its device and dtype before. Parameters and the keys
     of the state dict stay the same.
@@ -835,7 +854,8 @@ def replace_parts(
     Raises InputError where the kernels do not run on the model's device, and where the model has no module of what was
     asked for; GateFailure where a function of your own is wrong.
     """
-    by_part = {part: name for part, name in (("norm", norm), ("mlp", mlp), ("loss", loss)) if name is not None}
+    said = {"norm": norm, "rope": rope, "mlp": mlp, "loss": loss}
+    by_part = {part: name for part, name in said.items() if name is not None}
     chosen = (named_kernels(kernels) if kernels is not None else {}) | named_kernels(by_part)
     if not chosen and attention is None and projections is None:
         raise InputError("replace_parts needs a part: say norm='fused', mlp='fused', loss='fused' or kernels='fused'")
@@ -856,7 +876,7 @@ def replace_parts(
         raise
     for group in joined(model):
         lie_together([layer.weight for layer in group.layers])
-    left = [str(each) for each in replaced.left if each.part in MODULE_PARTS]
+    left = [str(each) for each in replaced.left if each.part in PARTS]
     if left:
         warnings.warn(
             f"{type(model).__name__} keeps code of its own: {'; '.join(left)}; ask for the other parts alone if that "
@@ -867,12 +887,10 @@ def replace_parts(
 
 
 def absent_from(model: nn.Module) -> tuple[str, ...]:
-    """Fields of a workload whose choices would replace nothing in this model, since it has no such module. Of norm, mlp
-    and loss they are all or none: these are chosen together."""
+    """Fields of a workload whose choices would replace nothing in this model, since it has no such module."""
     modules = [*model.modules()]
     by_name = any(getattr(getattr(each, "config", None), "_attn_implementation", None) for each in modules)
     absent = [] if by_name else ["attention"]
     joinable = any(True for _ in groups_of(model)) or any(not why for _, _, why in convolutions_of(model))
     absent += [] if joinable else ["projections"]
-    absent += [] if any(_ways(each, part) for each in modules for part in MODULE_PARTS) else PARTS
-    return tuple(absent)
+    return *absent, *(part for part in PARTS if not any(_ways(each, part) for each in modules))

@@ -255,7 +255,7 @@ class UserModule:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # what the trials took is no memory of the step
         if not replaced.replaced:
-            raise InputError(f"{self.name} stays as it is: {replaced}; leave out kernels, norm, mlp and loss")
+            raise InputError(f"{self.name} stays as it is: {replaced}; leave out kernels, norm, rope, mlp and loss")
         return dataclasses.replace(self, found=replaced.found)
 
 
