@@ -13,7 +13,7 @@ from stepscope.core import parts as records
 from stepscope.core.errors import InputError
 from stepscope.core.parts import KERNELS, PARTS, Kernels, Part, TensorDtype
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.training.parts import formulas, part_function, parts_for, quack
+from stepscope.training.parts import formulas, libraries, part_function, parts_for
 from stepscope.training.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, mini, run_steps
@@ -235,7 +235,7 @@ def test_quack_is_called_as_it_asks_to_be(compiled: bool, monkeypatch: pytest.Mo
         exec(source, module.__dict__)
         monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(sys.modules["quack"], name.partition(".")[2], module, raising=False)
-    monkeypatch.setattr(quack, "_fault", lambda *_: None)
+    monkeypatch.setattr(libraries, "_quack_fault", lambda *_: None)
     torch.manual_seed(0)
     x, branch, weight, head = torch.randn(2, 4, 16), torch.randn(2, 4, 16), torch.randn(16), torch.randn(24, 16)
     q, k, angles = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.rand(9, 4).repeat(1, 2)
@@ -246,7 +246,7 @@ def test_quack_is_called_as_it_asks_to_be(compiled: bool, monkeypatch: pytest.Mo
         ("linear_cross_entropy", (x, head, targets)), ("linear_cross_entropy", (x[:, :3], head, targets[:, :3])),
     ]  # fmt: skip
     for name, arguments in calls:
-        function = getattr(quack, name)
+        function = getattr(libraries, f"quack_{name}")
         found = (torch.compile(function, backend="eager", fullgraph=True) if compiled else function)(*arguments)
         torch.testing.assert_close(found, getattr(formulas, name)(*arguments))
 
