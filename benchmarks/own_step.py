@@ -105,7 +105,7 @@ _TINY: dict[str, Any] = {
 }
 _GUESSED_GIB = {
     "llama-3.2-1b": (30, 75),
-    "qwen2.5-0.5b": (14, 70),
+    "qwen2.5-0.5b": (14, 55),
     "gpt2-medium": (11, 34),
     "bert-base": (6, 15),
     "vit-base": (5, 14),
