@@ -185,6 +185,25 @@ class Decorated(Attention):
         return turn(self.query(x)[:, None], self.key(x)[:, None], self.cos, self.sin)[0]
 
 
+class OfHeads(Attention):
+    """Of as many heads as a batch has samples, whose tables differ."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (each(x).unflatten(-1, (2, 4)).transpose(1, 2) for each in (self.query, self.key))
+        cos, sin = (each.view(5, 2, 4).transpose(0, 1) for each in (self.cos, self.sin))
+        return turn(q, k, cos, sin)[0]
+
+
+def turn_at(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    return turn(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim))
+
+
+class Placed(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.query(x)[:, :, None], self.key(x)[:, :, None]
+        return turn_at(q, k, self.cos[None], self.sin[None], 2)[0]
+
+
 def gradients(module: nn.Module) -> list[Tensor]:
     x = torch.linspace(-1, 1, 80, device=DEVICE).view(2, 5, 8).requires_grad_()
     trained = [each for each in module.parameters() if each.requires_grad]
@@ -203,6 +222,16 @@ def test_an_attention_of_a_user_s_own_is_swapped_and_tables_that_take_gradients_
     assert replace_parts(nn.Sequential(learnt), rope="fused").replaced
     with pytest.warns(UserWarning, match="turn turns .* by the model's own code: its tables take gradients"):
         assert apart(gradients(learnt), own) == 0
+
+
+def test_tables_of_each_head_and_a_place_that_is_given_by_position_keep_the_model_s_code():
+    x = torch.linspace(-1, 1, 80, device=DEVICE).view(2, 5, 8)
+    for kind, why in ((OfHeads, "its tables are of each head"), (Placed, "it has other arguments")):
+        attention = kind().to(DEVICE)
+        own = attention(x)
+        assert replace_parts(nn.Sequential(attention), rope="fused").replaced
+        with pytest.warns(UserWarning, match=why):
+            assert torch.equal(attention(x), own)
 
 
 def test_what_no_forward_calls_by_its_name_is_left():

@@ -110,6 +110,8 @@ def turned_by(
     ):
         heads_last, of_all = unsqueeze_dim == 2, usual is None and cos.dim() == 2
         why = "it has other arguments" if args or more or unsqueeze_dim not in (usual_place, 1, 2) else ""
+        if usual is None and cos.dim() == 3 and cos.shape[0] != 1:
+            why = "its tables are of each head"
         heads, tables = (q, k), (cos, sin)
         if heads_last and q.dim() == k.dim() == 4:
             heads = q.transpose(1, 2), k.transpose(1, 2)
@@ -123,7 +125,8 @@ def turned_by(
                 warnings.warn(
                     f"{own.__name__} turns these queries and keys by the model's own code: {why}", stacklevel=2
                 )
-            return own(q, k, cos, sin, *args, **({} if usual is None else {"unsqueeze_dim": unsqueeze_dim}), **more)
+            named = {} if unsqueeze_dim == usual_place else {"unsqueeze_dim": unsqueeze_dim}
+            return own(q, k, cos, sin, *args, **named, **more)
         dtype = torch.promote_types(q.dtype, cos.dtype) if promoted else q.dtype
         if not record.any_tables:
             tables = tables[0][0], tables[1][0]
