@@ -334,3 +334,86 @@ def test_moments_lie_side_by_side_and_apart_from_each_other():
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     sizes = [MOST_NUMBERS // 2, MOST_NUMBERS // 2, 1, 3 * MOST_NUMBERS, 5]
     assert moment_blocks(sizes) == [[0, 1], [2], [3], [4]]
+
+
+# ---- what happens to an optimizer from outside
+
+
+def apart(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    return max(float((a - b).detach().abs().max()) for a, b in zip(one, other, strict=True) if a.numel())
+
+
+@pytest.mark.parametrize("optimizer_class", [AdamWOneLaunch, AdamW8Bit])
+def test_a_weight_that_is_set_to_zero_by_hand_is_a_number_after_the_next_update(optimizer_class: Any):
+    ours = parameters((torch.bfloat16,))
+    optimizer = optimizer_class(ours, **OPTIONS)
+    stepped(optimizer, ours, 0, 1)
+    with torch.no_grad():
+        for parameter in ours:
+            parameter.copy_(torch.where(parameter > 0, 0.0, -0.0))
+    assert all(held(optimizer, each).abs().lt(1e-38).all() for each in ours)
+    stepped(optimizer, ours, 2)
+    assert all(each.isfinite().all() and each.abs().lt(0.02).all() for each in ours)
+
+
+def test_the_numbers_of_a_group_may_change_from_step_to_step():
+    ours = parameters((torch.float32,))
+    twins = copy.deepcopy(ours)
+    optimizers = AdamWOneLaunch(ours, **OPTIONS), torch.optim.AdamW(twins, **OPTIONS)
+    for number, optimizer in zip((ours, twins), optimizers, strict=True):
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=8)
+        for step in range(6):
+            if step == 3:
+                optimizer.param_groups[0].update(weight_decay=0.9, eps=1e-2)
+            stepped(optimizer, number, step)
+            schedule.step()
+    assert apart(ours, twins) < 1e-6
+
+
+@pytest.mark.parametrize("optimizer_class", [AdamWOneLaunch, AdamWUnderBackward, AdamW8Bit])
+def test_a_copy_of_model_and_optimizer_goes_on_alike(optimizer_class: Any):
+    ours = parameters((torch.bfloat16, torch.float32))
+    masters = {each: each.detach().float() * 1.001 for each in ours if each.dtype == torch.bfloat16}
+    optimizer = optimizer_class(ours, **OPTIONS, max_norm=1.0, masters=masters)
+    for steps in ((), (0, 1)):  # before the first, and after
+        stepped(optimizer, ours, *steps)
+        twins, other = copy.deepcopy((ours, optimizer))
+        for parameters_of, each in ((ours, optimizer), (twins, other)):
+            stepped(each, parameters_of, 2, 3)
+        assert apart([held(optimizer, each) for each in ours], [held(other, each) for each in twins]) == 0
+
+
+def test_a_parameter_whose_storage_or_order_is_another_one_is_still_updated():
+    ours = parameters((torch.bfloat16, torch.float32))
+    twins = copy.deepcopy(ours)
+    optimizers = AdamWOneLaunch(ours, **OPTIONS), AdamWOneLaunch(twins, **OPTIONS)
+    stepped(optimizers[0], ours, 0, 1)
+    stepped(optimizers[1], twins, 0, 1)
+    for twin in twins:
+        twin.data = twin.data.t().contiguous().t() if twin.dim() == 2 else twin.data.clone()
+    stepped(optimizers[0], ours, 2)
+    stepped(optimizers[1], twins, 2)
+    assert apart(ours, twins) == 0
+    resumed = AdamWOneLaunch(twins, **OPTIONS)
+    resumed.load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    stepped(optimizers[0], ours, 3)
+    stepped(resumed, twins, 3)
+    assert apart(ours, twins) == 0
+
+
+@pytest.mark.parametrize("optimizer_class", [AdamWOneLaunch, AdamW8Bit])
+def test_states_of_other_parameters_and_what_it_does_not_take_are_refused_in_one_line(optimizer_class: Any):
+    small, turned, large = (nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in ((3, 4), (4, 3), (9, 4)))
+    optimizer = optimizer_class([small])
+    stepped(optimizer, [small], 0)
+    with pytest.raises(InputError, match=r"of a parameter \[3, 4\] .* here it is \[9, 4\]"):
+        optimizer_class([large]).load_state_dict(optimizer.state_dict())
+    if optimizer_class is AdamW8Bit:
+        with pytest.raises(InputError, match=r"of strides \(4, 1\), and here .* of strides \(1, 3\)"):
+            optimizer_class([nn.Parameter(turned.detach().t())]).load_state_dict(optimizer.state_dict())
+    with pytest.raises(InputError, match=r"takes parameters in fp32 or bf16, and one is torch\.float16"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(4, device=DEVICE, dtype=torch.float16))]})
+    assert len(optimizer.param_groups) == 1
+    small.grad = torch.zeros_like(small).to_sparse()
+    with pytest.raises(InputError, match="takes dense gradients, and one is sparse"):
+        optimizer.step()

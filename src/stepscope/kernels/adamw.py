@@ -179,6 +179,7 @@ def _load_master(parameter, lower, start, offsets, mask, ALIGNED: tl.constexpr, 
     """A master weight in fp32, of the parameter in bf16 and the lower bits beside it (`master_of`)."""
     upper = tl.load(_int16_at(parameter, start, ALIGNED, BYTES) + offsets, mask=mask).to(tl.int32)
     rest = tl.load(_int16_at(lower, start, ALIGNED, BYTES) + offsets, mask=mask).to(tl.int32)
+    rest = tl.where((upper & 0x7FFF) == 0, tl.maximum(rest, 0), rest)
     return ((upper << 16) + rest).to(tl.float32, bitcast=True)
 
 
@@ -346,7 +347,7 @@ class Moving:
 
     def __init__(self, betas: tuple[float, float], device: torch.device, updates: int = 0) -> None:
         """updates: how many there were."""
-        beta1, beta2 = betas
+        beta1, beta2 = self._betas = tuple(betas)
         powers = [0.0, beta1**updates, beta2**updates, updates]
         self.values = torch.tensor(powers, dtype=torch.float64, device=device)
         """fp64 (4,): lr, beta1^t, beta2^t, t."""
@@ -354,8 +355,13 @@ class Moving:
         self._terms = torch.tensor([0.0, 0.0, 0.0, 1.0], dtype=torch.float64, device=device)
         self._lr: float | None = None
 
-    def advance(self, lr: float | Tensor) -> None:
+    def advance(self, lr: float | Tensor, betas: tuple[float, float]) -> None:
         """Begin another update at this learning rate. A tensor is read on the device whenever this runs there."""
+        if tuple(betas) != self._betas:  # as a schedule of momentum sets them
+            self._betas = tuple(betas)
+            for factor, beta in zip(self._factors[1:3], betas, strict=True):
+                factor.fill_(beta)
+            torch.pow(self._factors[1:3], self.values[3], out=self.values[1:3])
         if isinstance(lr, Tensor):
             self.values[0].copy_(lr)
         elif lr != self._lr:
@@ -380,8 +386,14 @@ def lower_bits(parameter: Tensor, master: Tensor | None = None) -> Tensor:
 
 
 def master_of(parameter: Tensor, lower: Tensor) -> Tensor:
-    """The master weight in fp32 of a parameter in bf16 and the lower bits beside it."""
-    return ((parameter.detach().view(torch.int16).int() << 16) + lower).view(torch.float32)
+    """The master weight in fp32 of a parameter in bf16 and the lower bits beside it.
+
+    Below zero there is no master, so none rounds to zero with negative bits. But a weight may be set to zero by hand,
+    as pruning does, beside the bits of another number: the sum would be NaN.
+    """
+    upper = parameter.detach().view(torch.int16).int()
+    lower = torch.where(upper & 0x7FFF == 0, lower.clamp(min=0), lower)
+    return ((upper << 16) + lower).view(torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,7 +413,8 @@ class Updated:
 
 
 class UpdateOfMany:
-    """The update of some parameters, in one launch. It keeps their addresses, so they must stay where they are.
+    """The update of some parameters, in one launch. It keeps their addresses, so they must stay where they are
+    (`has_moved`).
 
     Gradients may move: their addresses are written anew wherever they did.
     """
@@ -410,7 +423,7 @@ class UpdateOfMany:
         self, updated: Sequence[Updated], *, betas: tuple[float, float], eps: float, weight_decay: float
     ) -> None:
         self._updated = list(updated)
-        self._numbers = (1 - betas[0], 1 - betas[1], eps, weight_decay, min(most_of_quotient(*betas), 1e38))
+        self.set_numbers(betas=betas, eps=eps, weight_decay=weight_decay)
         self._device = updated[0].parameter.device
         sizes = torch.tensor([each.parameter.numel() for each in updated])
         counts = (sizes + CHUNK.value - 1) // CHUNK.value
@@ -434,11 +447,20 @@ class UpdateOfMany:
             ]
             for each in updated
         ]
+        self._places = [addresses[0] for addresses in fixed]
         self._addresses = torch.tensor(fixed).T.contiguous().to(self._device)
         self._spare = self._new_host_row()
         self._captured: list[Tensor] = []
         self._gradients: list[int] = []
         self._rest_is_aligned = all(address % ALIGNMENT_BYTES == 0 for addresses in fixed for address in addresses)
+
+    def set_numbers(self, *, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+        """Compute by these from the next launch on."""
+        self._numbers = (1 - betas[0], 1 - betas[1], eps, weight_decay, min(most_of_quotient(*betas), 1e38))
+
+    def has_moved(self) -> bool:
+        """Whether a parameter has another storage by now, as where something set its `data`."""
+        return [each.parameter.data_ptr() for each in self._updated] != self._places
 
     def _new_host_row(self) -> Tensor:
         """A row of the table on the host; pinned, so that its copy need not wait for the device."""

@@ -30,10 +30,11 @@ class AdamWOneLaunch(Updating):
     The first update makes the moments of all its parameters, as parts of few blocks of memory (`moments_beside`).
 
     The arithmetic is fp32. Every update is one launch for each group, however many parameters it has, and nothing waits
-    for the device, so a CUDA graph can hold it; a learning rate that is a tensor is read at each replay. The count of
-    updates is the group's: a parameter that got no gradient in some steps takes part in its bias correction.
-    Deterministic. With max_norm it clips gradients as torch.nn.utils.clip_grad_norm_ does, by the norm over all groups:
-    two launches more find norm and coefficient, and the update multiplies by it. Gradients stay as they were.
+    for the device, so a CUDA graph can hold it; a learning rate that is a tensor is read at each replay, and the other
+    numbers of a group are those of the capture. The count of updates is the group's: a parameter that got no gradient
+    in some steps takes part in its bias correction. Deterministic. With max_norm it clips gradients as
+    torch.nn.utils.clip_grad_norm_ does, by the norm over all groups: two launches more find norm and coefficient, and
+    the update multiplies by it. Gradients stay as they were.
     """
 
     counts_updates = True
@@ -52,12 +53,27 @@ class AdamWOneLaunch(Updating):
         self._updates: dict[tuple[int, ...], UpdateOfMany] = {}
         self.max_norm = max_norm
         self._clipping: Clipping | None = None
-        for parameter in updated_by(self):
-            if parameter.dtype not in (torch.float32, torch.bfloat16):
-                raise InputError(f"AdamW in one launch takes parameters in fp32 or bf16, and one is {parameter.dtype}")
         # Made before moments and gradients are there, masters that nobody else holds leave their memory to these.
         with torch.no_grad():
             self._lower = {weight: lower_bits(weight, master) for weight, master in (masters or {}).items()}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """PyTorch's. Raises an InputError for parameters of another dtype than fp32 and bf16."""
+        super().add_param_group(param_group)
+        strange = {each.dtype for each in self.param_groups[-1]["params"]} - {torch.float32, torch.bfloat16}
+        if strange:
+            del self.param_groups[-1]
+            raise InputError(f"AdamW in one launch takes parameters in fp32 or bf16, and one is {strange.pop()}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy needs: no addresses of this one's parameters."""
+        return {**super().__getstate__(), "max_norm": self.max_norm, "_lower": self._lower}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if not hasattr(self, "_lower"):
+            self._lower = {}
+        self._moving, self._updates, self._clipping = {}, {}, None
 
     def _update_all(self) -> None:
         ready: dict[int, list[Tensor]] = {}
@@ -92,7 +108,8 @@ class AdamWOneLaunch(Updating):
         """Take what `state_dict` gave: weights in bf16 become the roundings of their masters. Moments stay as they are,
         whatever dtype the parameters have.
 
-        Raises an InputError for moments of another kind than this optimizer's.
+        Raises an InputError for moments of another kind than this optimizer's, or of another shape than its
+        parameters'.
         """
         for moments in state_dict["state"].values():
             kind = moments["exp_avg"].dtype if "exp_avg" in moments else self.moment_dtype
@@ -101,8 +118,10 @@ class AdamWOneLaunch(Updating):
                     f"this state has moments in {kind}, and {type(self).__name__} keeps them in {self.moment_dtype}: "
                     "load it into the optimizer that saved it"
                 )
-        super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, updated_by(self), strict=False):  # PyTorch says if there are others
+            _require_alike(state_dict["state"].get(number, {}), parameter)
+        super().load_state_dict(state_dict)
         for number, parameter in zip(numbers, updated_by(self), strict=True):
             moments = state_dict["state"].get(number, {})
             kept = self.state[parameter]
@@ -112,8 +131,6 @@ class AdamWOneLaunch(Updating):
                     kept[name] = moments[name].detach().to(parameter.device, dtype, copy=True)
             if kept.pop("master", None) is not None and parameter.dtype == torch.bfloat16:
                 kept[_LOWER] = lower_bits(parameter, moments["master"].to(parameter.device, torch.float32))
-        self._moving.clear()
-        self._updates.clear()
 
     def _begin(self, number: int) -> None:
         """Count another update of a group."""
@@ -125,12 +142,14 @@ class AdamWOneLaunch(Updating):
             for parameter in group["params"]:
                 if "step" in self.state.get(parameter, {}):
                     self.state[parameter]["step"] = moving.values[3]
-        self._moving[number].advance(group["lr"])
+        self._moving[number].advance(group["lr"], group["betas"])
 
     def _update_of(self, number: int, parameters: list[Tensor]) -> UpdateOfMany:
         """The update of these parameters of a group, made once."""
+        numbers = {name: self.param_groups[number][name] for name in ("betas", "eps", "weight_decay")}
         key = tuple(map(id, parameters))
-        if key in self._updates:
+        if key in self._updates and not self._updates[key].has_moved():
+            self._updates[key].set_numbers(**numbers)
             return self._updates[key]
         new = [parameter for parameter in parameters if "exp_avg" not in self.state[parameter]]
         strange = next((each for each in new if torch.empty_like(each).stride() != each.stride()), None)
@@ -146,6 +165,7 @@ class AdamWOneLaunch(Updating):
         updated: list[Updated] = []
         for parameter in parameters:
             state = self.state[parameter]
+            _lay_as(state, parameter)
             if parameter.dtype != torch.float32 and _LOWER not in state:
                 lower = self._lower.pop(parameter, None)
                 state[_LOWER] = lower_bits(parameter) if lower is None else lower
@@ -153,7 +173,6 @@ class AdamWOneLaunch(Updating):
             if self.moment_dtype == torch.uint8:
                 moments["scales"] = tuple(state[name] for name in _SCALES)
             updated.append(Updated(parameter=parameter, lower=state.get(_LOWER), **moments))
-        numbers = {name: self.param_groups[number][name] for name in ("betas", "eps", "weight_decay")}
         self._updates[key] = UpdateOfMany(updated, **numbers)
         return self._updates[key]
 
@@ -181,6 +200,14 @@ class AdamWUnderBackward(AdamWOneLaunch):
 
     def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
         super().__init__(parameters, **options)
+        self._watch()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_waits" not in vars(self):  # a copy, and no state that is loaded
+            self._watch()
+
+    def _watch(self) -> None:
         self._waits = False
         self._begun: set[int] = set()
         self._done: set[Tensor] = set()
@@ -297,6 +324,31 @@ def moments_beside(
     return pairs
 
 
+def _require_alike(state: Mapping[str, Any], parameter: Tensor) -> None:
+    """Raise an InputError for a saved state whose moments have another shape than the parameter, or codes of 8 bits in
+    another order, whose scales are those of numbers that lie together."""
+    for moment in (state[name] for name in ("exp_avg", "exp_avg_sq", "master") if name in state):
+        moved = moment.dtype == torch.uint8 and _order(moment) != _order(parameter)
+        if moment.shape != parameter.shape or moved:
+            raise InputError(
+                f"this state is of a parameter {list(moment.shape)} of strides {moment.stride()}, and here it is "
+                f"{list(parameter.shape)} of strides {parameter.stride()}: load it into the model that saved it"
+            )
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """What tells in which order a dense tensor's elements lie."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
+def _lay_as(state: dict[str, Any], parameter: Tensor) -> None:
+    """Let the elements of a parameter's state lie in the order of its own, which may be another one by now."""
+    _require_alike(state, parameter)
+    for name in ("exp_avg", "exp_avg_sq", _LOWER):
+        if name in state and _order(state[name]) != _order(parameter):
+            state[name] = torch.empty_like(parameter, dtype=state[name].dtype).copy_(state[name])
+
+
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The gradients of parameters that have one, as the kernel reads them."""
     return [_like(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None]
@@ -306,4 +358,6 @@ def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """The tensor with its elements where the parameter has them, in its dtype where it is a gradient's."""
     if tensor.stride() == parameter.stride() and tensor.dtype in (parameter.dtype, torch.float32):
         return tensor
+    if tensor.layout != torch.strided:
+        raise InputError("AdamW in one launch takes dense gradients, and one is sparse: say sparse=False of embeddings")
     return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
