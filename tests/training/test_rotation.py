@@ -224,6 +224,32 @@ def test_an_attention_of_a_user_s_own_is_swapped_and_tables_that_take_gradients_
         assert apart(gradients(learnt), own) == 0
 
 
+class Detached(Attention):
+    """Its queries get no gradient, or neither queries nor keys do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return turn_detached(self.query(x)[:, None], self.key(x)[:, None], self.cos, self.sin)[0]
+
+
+class AllDetached(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return turn_all_detached(self.query(x)[:, None], self.key(x)[:, None], self.cos, self.sin)[0]
+
+
+def turn_detached(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return turn(q.detach(), k, cos, sin)
+
+
+def turn_all_detached(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return turn(q.detach(), k.detach(), cos, sin)
+
+
+@pytest.mark.parametrize("kind", [Detached, AllDetached])
+def test_a_function_that_gives_no_gradient_is_left(kind: type[Attention]):
+    with pytest.warns(UserWarning, match="gradient of queries is there, and their own code gives none"):
+        assert not replace_parts(nn.Sequential(kind().to(DEVICE)), rope="fused").replaced
+
+
 def test_tables_of_each_head_and_a_place_that_is_given_by_position_keep_the_model_s_code():
     x = torch.linspace(-1, 1, 80, device=DEVICE).view(2, 5, 8)
     for kind, why in ((OfHeads, "its tables are of each head"), (Placed, "it has other arguments")):

@@ -464,6 +464,9 @@ def _judge_module(
             raise Unlike(f"{where}{result} is missing")
         if ours[result].dtype != right.dtype:
             raise Unlike(f"{where}{result} is {ours[result].dtype}, not {right.dtype}")
+    more = next((result for result in ours if result not in plain), None)
+    if more is not None:  # as where their forward detaches its input
+        raise Unlike(f"{where}{more} is there, and their own code gives none")
     units = {result: torch.finfo(right.dtype).eps / 2 for result, right in due.items()}
     slack = interpreter_slack(torch.bfloat16 if trial.autocast else trial.x.dtype, trial.x.device.type)
     errors, reason = compare({result: exact[result] for result in due}, due, ours, units, slack, blur=trial.blur)
@@ -570,6 +573,8 @@ class _OfTables(Trial):
             (out, each.to(out.dtype)) for out, each in zip(results, self.gradients, strict=True) if out.requires_grad
         ]
         trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        if not due:
+            return {name: out.detach() for name, out in named.items()}
         outs, upstream = zip(*due, strict=True)
         gradients = torch.autograd.grad(outs, [*trained.values()], upstream, allow_unused=True)
         found = {name: each for name, each in zip(trained, gradients, strict=True) if each is not None}
