@@ -696,7 +696,9 @@ def test_the_answer_says_what_to_use_and_how_sure_it_is():
     assert [f.kind for f in open_.findings if f.severity == "warning"] == ["undecided-when-confirmed"]
     late = msgspec.structs.replace(found.tried[0], verdict="not reached")
     (told,) = [f for f in answer_tuned(tuned(tried=(late,), needed_s=540.0)).findings if f.kind == "not-reached"]
-    assert "of over 540 s" in told.remedy
+    assert "of over 540 s" in told.remedy and "no time for it and" in told.sentence
+    none = answer_tuned(tuned(tried=(msgspec.structs.replace(late, ratio=None),)))
+    assert "took turns" not in str(none.tables[0].notes), "nothing was raced"
 
 
 def test_a_change_of_all_parts_is_one_word():
@@ -807,6 +809,24 @@ def test_a_race_is_stopped_when_its_time_is_over_and_measured_by_a_later_search(
     assert racing.time_left(step, step), "the end's 140 s are kept"
     racing._raced(Cell(workload=step), Cell(workload=step))
     assert asked[-1] == ((600 - 140 - 21) / 2, True)
+
+
+def test_a_race_that_was_stopped_needs_more_than_was_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A search of 60 s is not told that 57 s have time for what it stopped."""
+    now = [20.0]
+    stopped = msgspec.structs.replace(make_run(), status="timed-out", failure=None)
+
+    def sweep(_plan: object, policy: Policy, tell: TellSweep, _series: object) -> list[Run]:
+        tell(SweepState(cells=[CellState(cell=Cell(workload=workload()))], timeout_s=policy.timeout_s))
+        now[0] += policy.timeout_s
+        return [stopped]
+
+    monkeypatch.setattr("stepscope.questions.tuning_races.run_sweep", sweep)
+    racing, step = Racing(device="cpu", out=str(tmp_path), budget_s=0.0, clock=lambda: now[0]), workload()
+    racing._began, racing._longest_s, racing.budget_s = 0.0, 1.0, 60.0
+    assert racing.time_left(step, step) and racing.needed_s == 20 + 1 + 14
+    assert racing.race(step, workload(layers=2)).verdict == "not reached"
+    assert racing.needed_s == 60, "the end's 14 s were kept, and 26 s for the race were not enough"
 
 
 def test_what_the_user_named_is_raced_first_and_alone_in_its_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

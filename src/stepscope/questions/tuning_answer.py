@@ -97,14 +97,12 @@ def _gave(tuned: Tuned) -> answer.Table:
     if tuned.asked.ranks > 1:
         how = "each step ran in a process for each rank, and its median is set beside that of the best until then"
     reached = sum(1 for tried in tuned.tried if tried.ratio is not None)
+    raced = f"{counted(reached, 'race')}: {how}. The races of a round are judged together (Holm). " if reached else ""
     return answer.table_of(
         "round", ("change", answer.PROSE), ("step", "s"), ("of the best", "{:.3f} x"), ("95 % interval", answer.TEXT),
         ("verdict", answer.TEXT), ("why", answer.PROSE),
         title=GAVE, rows=rows, tones=tones,
-        notes=answer.as_lines(
-            f"{counted(reached, 'race')}: {how}. The races of a round are judged together (Holm). The whole search "
-            f"took {format_seconds(tuned.seconds)}."
-        ),
+        notes=answer.as_lines(f"{raced}The whole search took {format_seconds(tuned.seconds)}."),
     )  # fmt: skip
 
 
@@ -167,8 +165,8 @@ def _findings(tuned: Tuned) -> Iterator[answer.Finding]:
     if late:
         yield answer.note(
             "not-reached",
-            f"{counted(late, 'change')} had to be left out: {format_seconds(tuned.budget_s)} have no time for them and "
-            "for the end in processes of its own.",
+            f"{counted(late, 'change')} had to be left out: {format_seconds(tuned.budget_s)} have no time for "
+            f"{'it' if late == 1 else 'them'} and for the end in processes of its own.",
             remedy=f"a --budget of over {format_seconds(tuned.needed_s)} has time for one more; what is measured "
             "already is not measured again",
             evidence={"not_reached": late, "needed_s": tuned.needed_s},

@@ -144,6 +144,8 @@ class Racing:
         """Whether there is time for the end when a first race is asked for; None before."""
         self.needed_s = 0.0
         """The time that another race and the end would have taken, when it was asked for last."""
+        self._kept_s = 0.0
+        """The time that the end was to take, when a race was asked for last."""
         self._race_ends_s = math.inf
         """When a race that has begun is stopped, in `seconds`: what it would take longer is not its own."""
         self.where: Environment | None = None
@@ -176,7 +178,7 @@ class Racing:
         """Whether another race, as long as the longest, would leave the time to train and to confirm these two. A
         budget that has no time for that when it is asked first is spent on races, and the rest on what it is enough
         for."""
-        kept_s = sum(self._end_s(baseline, best))
+        kept_s = self._kept_s = sum(self._end_s(baseline, best))
         self.needed_s = self.seconds + self._longest_s + kept_s
         if self._keeps_time is None:
             self._keeps_time = self.needed_s < self.budget_s
@@ -264,6 +266,8 @@ class Racing:
         """The other step beside the best: by turns in one process, or one after another where that cannot hold both."""
         began_s = self.seconds
         tried = self._race(best, other)
+        if tried.verdict == "not reached":  # it took longer than any before it: what was foretold was not enough
+            self.needed_s = max(self.needed_s, self.seconds + self._kept_s)
         return msgspec.structs.replace(tried, began_s=round(began_s, 1), ended_s=round(self.seconds, 1))
 
     def _race(self, best: Workload, other: Workload) -> Tried:
