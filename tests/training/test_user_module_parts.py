@@ -251,6 +251,7 @@ def test_the_command_measures_them_and_says_what_was_replaced(file: Path):
             "loss fused replaces nothing in Net: it has no language model of t",
         ),
         (("fit", "--kernels", "fused"), "cannot be run on fake tensors: leave out norm, rope, mlp and loss"),
+        (("fit", "--optimizer", "adamw-one-launch"), "adamw-one-launch cannot be run on fake tensors, which have no"),
         (("run", "--norm", "liger", *QUICK), "norm liger runs on cuda, not on cpu: choose --norm reference"),
     ],
 )

@@ -35,7 +35,7 @@ from stepscope.recording import fake_memory
 from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend, made_here
 from stepscope.recording.held_tensors import gradient_buckets, model_tensors, optimizer_tensors
 from stepscope.recording.step import Phase, Recorder, drive
-from stepscope.training.optimizer import optimizers_within, update_as_on_a_gpu, updated_by
+from stepscope.training.optimizer import optimizers_within, require_fake_update, update_as_on_a_gpu, updated_by
 from stepscope.training.parts.replaced import join_projections
 from stepscope.training.scaled_products import cast_as_on_a_gpu
 from stepscope.training.training_step import AssembledStep, TrainingStep, of_library
@@ -380,15 +380,10 @@ def _loaded(workload: FactoryWorkload, arguments: Mapping[str, Any]) -> UserModu
 
 
 def watch_module(
-    user_module: UserModule,
-    workload: FactoryWorkload,
-    device_type: DeviceType,
-    *,
-    batch_size: int | None = None,
-    steps: int = STEPS_BEFORE + 1,
-    describes: bool = False,
+    user_module: UserModule, workload: FactoryWorkload, device_type: DeviceType, *, batch_size: int | None = None,
+    steps: int = STEPS_BEFORE + 1, describes: bool = False,
     around: Callable[[nn.Module], contextlib.AbstractContextManager[Sequence[Recorder]]] | None = None,
-) -> WatchedModule:
+) -> WatchedModule:  # fmt: skip
     """Run the step of a real module. Afterwards the module has fake parameters. describes: whether its allocations get
     names and shapes. around: a context of the steps, of the model; its recorders are told of them."""
     if workload.projections == "joint":  # without the trial of its numbers, which fake tensors have not
@@ -512,6 +507,8 @@ def _on_fake_tensors(
     user_module: UserModule, workload: FactoryWorkload, mode: FakeTensorMode, batch_size: int | None
 ) -> UserModule:
     """The module and its batches with fake tensors, in the dtype of the workload. Small integers stay real."""
+    if user_module.optimizer is None:
+        require_fake_update(workload)
     pure = torch.bfloat16 if workload.dtype == "bf16-pure" else None
     fakes: dict[int, Tensor] = {}
     real: list[Tensor] = []  # A tensor that is freed leaves its id to the next one.

@@ -8,6 +8,8 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor
 
+from stepscope.core.errors import InputError
+from stepscope.core.workloads import OF_ONE_LAUNCH, FactoryWorkload
 from stepscope.recording.held_tensors import tensors_within
 
 
@@ -115,6 +117,15 @@ def update_as_on_a_gpu(optimizer: torch.optim.Optimizer) -> None:
         fixed = group.get("differentiable") or (isinstance(group.get("lr"), Tensor) and not group.get("capturable"))
         if chooses and not fixed:
             group["foreach"] = True
+
+
+def require_fake_update(workload: FactoryWorkload) -> None:
+    """Raise an InputError where the update that the step chooses cannot be run on fake tensors."""
+    if workload.phase == "train" and workload.optimizer in OF_ONE_LAUNCH:
+        raise InputError(
+            f"{workload.optimizer} cannot be run on fake tensors, which have no addresses for its kernel: "
+            "choose --optimizer adamw-fused, or measure the step with stepscope run"
+        )
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
