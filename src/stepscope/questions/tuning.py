@@ -94,7 +94,8 @@ LEFT_TO_THE_COMPILER = ("norm", "rope")
 
 
 def _compiled_groups(best: Workload) -> Iterator[Change]:
-    """The same, compiled. Of the models people train, each was fastest so (results/h200/own-step)."""
+    """The usually faster changes (`_groups`) with torch.compile, by which each of the models that people train was the
+    fastest (results/h200/own-step)."""
     for group in _groups(best):
         yield {part: name for part, name in group.items() if part not in LEFT_TO_THE_COMPILER}
     yield COMPILED
