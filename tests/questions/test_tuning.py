@@ -275,7 +275,7 @@ def test_kernels_that_are_slower_in_a_user_s_model_are_tried_alone_and_apart():
 
 
 def test_parts_that_a_user_s_model_does_not_have_are_never_asked_for():
-    """Those that it has are tried together, and a single one once."""
+    """`tune` tries the parts that the model has together, and a single one once."""
 
     def tried(*absent: str) -> list[object]:
         search, bench = searched_own(4.0, frozenset(absent))

@@ -186,7 +186,7 @@ class Decorated(Attention):
 
 
 class OfHeads(Attention):
-    """Of as many heads as a batch has samples, whose tables differ."""
+    """An attention with as many heads as a batch has samples, and tables of its own for each head."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k = (each(x).unflatten(-1, (2, 4)).transpose(1, 2) for each in (self.query, self.key))

@@ -92,7 +92,7 @@ def test_a_stored_search_is_shown_again_with_its_exit_code(tmp_path: Path):
     done = stepscope("tune", "--from", stored)
     assert done.returncode == 0 and "4.89 times as fast" in done.stdout and "23.29 GiB" in done.stdout, done.stderr
     again = without_windows(json.loads(stepscope("tune", "--from", stored, "--json").stdout))
-    # Of races of that time none was settled so, and their times were not kept.
+    # Its races have no times, and none was settled by intervals that lie apart.
     older = [tried.pop(later) for tried in again["tried"] for later in ("apart", "began_s", "ended_s")]
     in_turns = {"widened": 1.0, "seemed": False}  # processes that confirm take turns, and did then, too
     assert in_turns.items() <= again["confirmed"].items()

@@ -72,7 +72,7 @@ def test_weights_that_lie_together_and_gradients_side_by_side_are_never_copied(m
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_a_fused_rotation_are_not_copied_either(compiled: bool, monkeypatch: pytest.MonkeyPatch):
-    """Of its queries and keys; those of the value are put beside them."""
+    """The rotation writes gradients of queries and keys where the projections read them; the value's are put beside."""
     pytest.importorskip("triton")
     from stepscope.kernels.parts.rope import rotated
 

@@ -673,7 +673,7 @@ _EMBEDDING_SORTS_FROM = 3072
 #     SwiGLU              gate, up                                               2 f, and `down` keeps the product
 #
 # The loss keeps the gradients that it made: of its input, r, and of the head, V M. It has a chunk's logits at a time.
-# Of one chunk, with weights of 16 bits, it keeps its input and R V, of which backward makes the head's gradient.
+# Where all rows are one chunk and weights have 16 bits, it keeps its input and R V: backward makes the head's gradient.
 #
 # An operation with two results has one node. What comes back for the second result waits at a node of its own, since
 # autograd runs backward of the operation when it has the gradients of both.
