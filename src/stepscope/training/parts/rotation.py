@@ -149,7 +149,8 @@ def _why_own(heads: tuple[Tensor, Tensor], tables: tuple[Tensor, Tensor], record
     if not whole or not fits or (cos.shape[0] != 1 and not record.any_tables):
         return f"its tables are {list(cos.shape)} and {list(sin.shape)}, for queries {list(q.shape)}"
     every = (q, k, cos, sin)
-    multiple = record.multiples[q.dtype in (torch.float16, torch.bfloat16)]
+    wide, half = record.multiples  # PyTorch 2.11 compiles no index that is a bool
+    multiple = half if q.dtype in (torch.float16, torch.bfloat16) else wide
     reasons = (
         (cos.requires_grad or sin.requires_grad, "its tables take gradients"),
         (width % 2 != 0 or width > (record.largest_width or width) or width % multiple != 0, f"its heads have {width}"),
