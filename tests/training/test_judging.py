@@ -12,6 +12,7 @@ from stepscope.training.judging import (
     WrongKind,
     allowed_errors,
     attempt,
+    compare,
     nan_around,
     relative_errors,
     run_call,
@@ -76,3 +77,16 @@ def test_errors_by_hand():
     assert all(map(math.isnan, relative_errors(found, exact)))
     assert allowed_errors((0.1, 0.2), 0.001, slack=2.0) == (0.4, 1.6)
     assert allowed_errors((0.0, 0.0), 0.5, slack=1.0, sums=0.25, blur=3.0) == (3.0, 12.0)
+
+
+@pytest.mark.parametrize(("others", "allowed"), [((), 0.02), ((0.03,), 0.06), ((0.005, 0.03, 0.02), 0.06)])
+def test_the_largest_error_of_several_yardsticks_counts(others: tuple[float, ...], allowed: float):
+    """Of one row, whose error may be four times as large."""
+
+    def off(by: float) -> dict[str, Tensor]:
+        return {"output": torch.tensor([3.0, 4.0 + 5 * by], dtype=torch.float64)}
+
+    for by, wrong in ((allowed * 0.99, False), (allowed * 1.01, True)):
+        yardsticks = [*map(off, others)]
+        errors, reason = compare(off(0), off(0.01), off(by), {"output": 1e-3}, 1.0, others=yardsticks)
+        assert errors["output"] == pytest.approx((by, allowed)) and bool(reason) == wrong

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
 
@@ -14,7 +15,13 @@ from stepscope.core.errors import InputError
 from stepscope.core.parts import KERNELS, PARTS, Kernels, Part, TensorDtype
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.training.parts import formulas, libraries, part_function, parts_for
-from stepscope.training.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
+from stepscope.training.parts.gate import (
+    LARGE_CASES,
+    SMALL_CASES,
+    PartCase,
+    _padded_loss,  # pyright: ignore[reportPrivateUsage]
+    check_part,
+)
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, mini, run_steps
 
@@ -100,6 +107,44 @@ def test_the_gate_sees_a_gradient_that_is_dropped_where_another_input_is_frozen(
     case = next(case for case in SMALL_CASES if case.part == "loss")
     (verdict,) = check_part("fused", [case], ["fp32"], DEVICE, drops)
     assert verdict.reason == "with input 0 frozen, gradient 1 is missing"
+
+
+def loss_without_the_last_rows_gradient(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return formulas.linear_cross_entropy(x, torch.cat([weight[:-1], weight[-1:].detach()]), targets)
+
+
+def loss_a_little_off(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return formulas.linear_cross_entropy(x, weight, targets) * (1 + 1e-4)
+
+
+def loss_with_gradients_a_little_off(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    loss = formulas.linear_cross_entropy(x, weight, targets)
+    return loss + 1e-5 * (loss - loss.detach())
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (loss_without_the_last_rows_gradient, "gradient 1 is off by"),
+        (loss_a_little_off, "result 0 is off by"),
+        (loss_with_gradients_a_little_off, "gradient 0 is off by"),
+        (formulas.linear_cross_entropy, ""),
+        (_padded_loss, ""),
+    ],
+)
+def test_the_gate_of_a_loss_sees_what_is_wrong_beside_both_of_its_yardsticks(function: Any, says: str):
+    case = LARGE_CASES[-1]
+    (verdict,) = check_part("fused", [case], ["fp32"], DEVICE, function)
+    assert case.part == "loss" and verdict.reason.startswith(says) and verdict.passed == (not says), verdict.reason
+
+
+@pytest.mark.parametrize("vocabulary", [3, 16, 151])
+def test_rows_of_zeros_below_the_weight_leave_a_loss_as_it_is(vocabulary: int):
+    x, weight = (torch.randn(n, 8, dtype=torch.float64, device=DEVICE, requires_grad=True) for n in (5, vocabulary))
+    targets = torch.tensor([0, 1, -100, 2, vocabulary - 1], device=DEVICE)
+    ways = (_padded_loss, formulas.linear_cross_entropy)
+    found, right = ([loss, *torch.autograd.grad(loss, [x, weight])] for loss in (f(x, weight, targets) for f in ways))
+    torch.testing.assert_close(found, right)
 
 
 @pytest.mark.parametrize("name", PARTS["loss"])

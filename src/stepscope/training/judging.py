@@ -297,18 +297,20 @@ def compare(
     slack: float,
     *,
     blur: float = 0.0,
+    others: Sequence[Mapping[str, Tensor]] = (),
 ) -> tuple[dict[str, tuple[float, float]], str]:
     """By result its relative error and the one that is allowed, and what is wrong, "" where nothing is.
 
     exact: in float64. plain: PyTorch's, in the tensors' dtypes. units: the unit roundoff of each result. blur: as of
-    `allowed_errors`.
+    `allowed_errors`. others: PyTorch's with its sums in other orders; of them and `plain` the larger error counts.
     """
     sums = SUM_UNITS * torch.finfo(torch.float32).eps / 2
     errors: dict[str, tuple[float, float]] = {}
     reason = ""
     for result, right in exact.items():
         error, row_error = relative_errors(found[result], right)
-        rival = relative_errors(plain[result], right)
+        whole, row = zip(*(relative_errors(each[result], right) for each in (plain, *others)), strict=True)
+        rival = max(whole), max(row)
         allowed, row_allowed = allowed_errors(rival, units[result], slack=slack, sums=sums, blur=blur)
         errors[result] = error, allowed
         if reason:

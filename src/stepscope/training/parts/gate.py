@@ -3,9 +3,12 @@
 Results and gradients of a call are set beside the same formula in float64. Their error may be twice what PyTorch's
 operators make of that formula in the tensors' dtype, and at least one unit roundoff of that dtype and four of fp32, in
 which sums are made. That of the worst row may be four times PyTorch's, and 16 unit roundoffs, since it is the extreme
-of many. In Triton's interpreter bf16 may be off twice as far: it cuts numbers off where a GPU rounds them. Shapes and
-dtypes are checked too, that the inputs are left alone, and that the same call gives the same bits. The call is made
-again with every subset of its inputs frozen, as in a model that is trained in part: the others keep their gradients.
+of many. cuBLAS adds the products of a loss in another order where the weight has other rows, so PyTorch computes a loss
+twice: as the formula is written, and with rows of zeros below the weight (`loss_columns`). The larger error counts.
+
+In Triton's interpreter bf16 may be off twice as far: it cuts numbers off where a GPU rounds them. Shapes and dtypes are
+checked too, that the inputs are left alone, and that the same call gives the same bits. The call is made again with
+every subset of its inputs frozen, as in a model that is trained in part: the others keep their gradients.
 
 Inputs lie in memory that is NaN around them, and memory of the results' sizes is filled with NaN before the call: who
 reads beside its input is seen, and who leaves a number unwritten.
@@ -24,12 +27,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from stepscope.core.attention_call import AttentionShape
 from stepscope.core.errors import DeviceError, GateFailure, InputError, named_line, one_line
-from stepscope.core.parts import CONVENTIONS, PARTS, Kernels, Part, TensorDtype, is_users
+from stepscope.core.parts import CONVENTIONS, PARTS, Kernels, Part, TensorDtype, is_users, loss_columns
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.recording.device import is_out_of_memory
@@ -158,6 +162,7 @@ def _judge(
     none = () if backward else tuple(range(len(inputs.tensors)))
     exact = inputs.run(_WRITTEN_OUT[case.part], torch.float64, frozen=none)
     plain = inputs.run(_WRITTEN_OUT[case.part], frozen=none)
+    padded = [inputs.run(_padded_loss, frozen=none)] if case.part == "loss" else []
     # Memory of the results' sizes is filled with NaN and freed, so that the next allocations may get it.
     blocks = [torch.full_like(tensor, math.nan) for tensor in plain.values() for _ in range(2)]
     del blocks
@@ -180,7 +185,7 @@ def _judge(
     errors: dict[str, tuple[float, float]] = {}
     for when, measured in zip(("", "when it is called again, "), runs, strict=False):
         if not reason:
-            errors, why = compare(exact, plain, measured, dict.fromkeys(exact, unit), slack)
+            errors, why = compare(exact, plain, measured, dict.fromkeys(exact, unit), slack, others=padded)
             reason = f"{when}{why}" if why else ""
     # The inputs to freeze together, by number: each proper subset but the empty one.
     numbers = range(len(inputs.tensors))
@@ -189,7 +194,7 @@ def _judge(
         of_rest = inputs.run(called, copied=overwrites, frozen=frozen)
         due = {result: right for result, right in exact.items() if result not in {f"gradient {i}" for i in frozen}}
         why = next((f"{result} is missing" for result in due if result not in of_rest), "")
-        why = why or compare(due, plain, of_rest, dict.fromkeys(due, unit), slack)[1]
+        why = why or compare(due, plain, of_rest, dict.fromkeys(due, unit), slack, others=padded)[1]
         reason = reason or (f"with input {' and '.join(map(str, frozen))} frozen, {why}" if why else "")
     if not done.repeats and PARTS[case.part][name].repeats:
         reason = reason or "a second call gave other bits"
@@ -296,6 +301,14 @@ _WRITTEN_OUT: dict[Part, Function] = {
     "loss": formulas.linear_cross_entropy,
 }
 """Each part in PyTorch's operators: the judge in float64, and the measure of what a dtype can."""
+
+
+def _padded_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """`formulas.linear_cross_entropy` with rows of zeros below the weight, up to `loss_columns`, and their logits cut
+    off: the same numbers, of which cuBLAS adds products in another order."""
+    vocabulary = len(weight)
+    logits = F.linear(x, F.pad(weight, (0, 0, 0, loss_columns(vocabulary) - vocabulary)))[..., :vocabulary]
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
 
 
 # A user's functions, before a step runs them.
