@@ -841,7 +841,7 @@ def _joined(x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor]) -> 
     return (numbers + outputs) * x.itemsize if weights[0].dtype != x.dtype else 0
 
 
-def _joined_backward(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> int:
+def _joined_backward(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], *_: Any) -> int:
     """Bytes of the gradients side by side, of that of x, and of the weights' gradient, before which they were cast."""
     return sum(dy.nbytes for dy in dys) + x.nbytes + sum(weight.numel() for weight in weights) * x.itemsize
 

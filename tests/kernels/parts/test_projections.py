@@ -7,12 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepscope.core.errors import InputError
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.kernels.parts import projections
 from stepscope.kernels.parts.projections import (
+    column_sums,
     join_projections,
     joint_projections,
     lie_together,
@@ -37,32 +39,101 @@ def weights(*, together: bool, dtype: torch.dtype = torch.float64) -> list[nn.Pa
     return made
 
 
+def biases(*, together: bool) -> list[nn.Parameter]:
+    made = [nn.Parameter(torch.randn(width, dtype=torch.float64, device=DEVICE)) for width in WIDTHS]
+    if together:
+        lie_together(made)
+    return made
+
+
 def inputs(dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     return torch.randn(2, 4, INPUTS, generator=generator, dtype=torch.float64).to(DEVICE, dtype).requires_grad_()
 
 
+@pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("together", [True, False])
-def test_results_and_gradients_are_those_of_products_apart(together: bool):
-    x, given = inputs(), weights(together=together)
-    found = joint_projections(x, given)
-    right = [F.linear(x, weight) for weight in given]
+def test_results_and_gradients_are_those_of_products_apart(together: bool, biased: bool):
+    x, given, added = inputs(), weights(together=together), biases(together=together) if biased else []
+    found = joint_projections(x, given, added)
+    right = [F.linear(x, *layer) for layer in zip(given, *([added] if biased else []), strict=True)]
     torch.testing.assert_close(found, tuple(right))
     upstream = [torch.randn_like(each) for each in right]
-    leaves = [x, *given]
+    leaves = [x, *given, *added]
     torch.testing.assert_close(
         torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(right, leaves, upstream)
     )
-    assert torch.autograd.gradcheck(lambda x, *weights: joint_projections(x, weights), leaves)
+    assert torch.autograd.gradcheck(lambda x, *rest: joint_projections(x, rest[:3], rest[3:]), leaves)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_biases_are_one_sum_of_the_joined_rows(compiled: bool):
+    """In the dtype of each, also where these differ and where rows are of 16 bits."""
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    made: list[str] = []
+    x, given, added = inputs(torch.bfloat16), weights(together=True, dtype=torch.bfloat16), biases(together=False)
+    added = [
+        nn.Parameter(bias.detach().to(dtype))
+        for bias, dtype in zip(added, (torch.bfloat16,) * 2 + (torch.float32,), strict=True)
+    ]
+    upstream = [torch.randn(2, 4, width, device=DEVICE, dtype=torch.bfloat16) for width in WIDTHS]
+
+    def products(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return joint_projections(leaves[0], leaves[1:4], leaves[4:])
+
+    run = torch.compile(products, fullgraph=True, backend="aot_eager") if compiled else products
+    found = run(x, *given, *added)
+    with Recorded():
+        gradients = torch.autograd.grad(found, added, upstream)
+    assert [each.dtype for each in gradients] == [bias.dtype for bias in added]
+    for gradient, of_part in zip(gradients, upstream, strict=True):
+        torch.testing.assert_close(gradient.double(), of_part.double().sum((0, 1)), rtol=1e-2, atol=1e-2)
+    assert not any("aten.sum" in each for each in made), "none beside the operator"
+    assert made.count("stepscope.joint_projections_backward.default") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "columns", "dtype"),
+    [
+        (0, 5, 5, torch.float32),
+        (1, 1, 1, torch.float32),
+        (256, 33, 40, torch.bfloat16),
+        (257, 200, 200, torch.float64),
+        (1100, 130, 260, torch.float16),
+        (40000, 8, 8, torch.bfloat16),
+    ],
+)
+def test_rows_are_added_up_in_one_launch_or_two(rows: int, width: int, columns: int, dtype: torch.dtype):
+    """Of rows with others' columns between them, to the accuracy of what they are added in, twice the same bits."""
+    pytest.importorskip("triton")
+    from stepscope.kernels.parts.norm import fill_sums
+
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(rows, columns, generator=generator, dtype=torch.float64).to(DEVICE, dtype)[:, :width]
+    wide = torch.promote_types(dtype, torch.float32)
+    found, again = (torch.full((width,), float("nan"), dtype=wide, device=DEVICE) for _ in range(2))
+    fill_sums(x, found)
+    fill_sums(x, again)
+    assert torch.equal(found, again)
+    exact = x.double().sum(0)
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-12 if dtype == torch.float64 else 3e-4)
+    assert column_sums(x).dtype == wide
+    torch.testing.assert_close(column_sums(x).double(), exact, rtol=1e-2, atol=1e-2)
+    torch.library.opcheck(torch.ops.stepscope.column_sums, (x,), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_weights_that_lie_together_and_gradients_side_by_side_are_never_copied(monkeypatch: pytest.MonkeyPatch):
-    x, given = inputs(), weights(together=True)
+    x, given, added = inputs(), weights(together=True), biases(together=True)
     first = given[0].data_ptr()
     monkeypatch.setattr(projections.torch, "cat", None)
     joined = projections._joined(given, torch.float64)
     assert joined.data_ptr() == first and joined.shape == (sum(WIDTHS), INPUTS)
-    found = joint_projections(x, given)
+    found = joint_projections(x, given, added)
     rows = torch.ones(8, sum(WIDTHS), dtype=torch.float64, device=DEVICE)
     torch.autograd.backward(found, [part.view(2, 4, -1) for part in rows.split(list(WIDTHS), dim=1)])
     assert x.grad is not None

@@ -15,6 +15,10 @@ dtype, where autocast is on: the products after it would cast it.
 Autograd keeps s (or x) and r. Forward reads x and branch once and writes s and y. Backward runs a fixed number of
 programs, each over rows a fixed distance apart. Each sums its own share of dw, and the shares are added afterwards, so
 that the same input gives the same bits.
+
+    fill_sums(x, out)       out = the sum of x (R, N) over its rows
+
+is the gradient of a bias (`column_sums` of projections.py), added up in chunks of rows and then over these.
 """
 
 import functools
@@ -32,6 +36,13 @@ from stepscope.kernels.launching import check_place, interpreted, launch_at, pow
 from stepscope.kernels.operators import autocast_dtype, check_part, define, refuse_second_derivative, watched
 
 _NAME = "norm fused"
+_CHUNK, _LAST = (32, 128), (128, 32)
+"""Rows and columns of a program's tiles: of a chunk of rows, and of what is left to be added up at once. Wide tiles
+have whole lines of memory, and narrow ones give the few rows of the latter to more programs."""
+_FEW_ROWS = 256
+"""Rows up to which one launch adds them up: two take longer than it does."""
+_PROGRAMS = 132 * 8
+"""About how many programs add up chunks: as many as run at a time on a large GPU."""
 
 
 @triton.jit
@@ -93,6 +104,22 @@ def rms_norm_shares(shares, out, programs, width, WIDE: tl.constexpr, ROWS: tl.c
         )
         total += tl.sum(tile, 0)
     tl.store(out + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_rows(
+    x, out, x_stride, rows, width, share, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """out[i] = the sum of the i-th `share` rows of x, a multiple of ROWS unless it is all of them"""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    chunk = tl.program_id(1).to(tl.int64)
+    inside = column < width
+    total = tl.zeros((ROWS, COLUMNS), WIDE)
+    for first in range(0, share, ROWS):
+        row = chunk * share + first + tl.arange(0, ROWS)
+        here = (row < rows)[:, None] & inside[None, :]
+        total += tl.load(x + row[:, None] * x_stride + column[None, :], mask=here, other=0.0).to(WIDE)
+    tl.store(out + chunk * width + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=inside)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -168,6 +195,30 @@ def _gradients_of(
     apart = branch_dtype is not None and branch_dtype != dtype
     dbranch = torch.empty(x.shape if apart else (0,), dtype=branch_dtype or dtype, device=x.device)
     return torch.empty(x.shape, dtype=dtype, device=x.device), dbranch, torch.empty_like(weight)
+
+
+def fill_sums(x: Tensor, out: Tensor) -> None:
+    """out (N) = the sum of x (R, N) over its rows, whose numbers lie side by side."""
+    rows, width = x.shape
+    if not x.numel():
+        out.zero_()
+        return
+    if rows > _FEW_ROWS:
+        chunks = max(1, _PROGRAMS // tiles_of(width, _CHUNK[1]))
+        share = max(1, round(rows / chunks / _CHUNK[0])) * _CHUNK[0]
+        chunks = tiles_of(rows, share)
+        sums = torch.empty((chunks, width), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+        _fill_sums(x, sums, share, *_CHUNK)
+        x = sums
+    _fill_sums(x, out, x.shape[0], *_LAST)
+
+
+def _fill_sums(x: Tensor, out: Tensor, share: int, rows: int, columns: int) -> None:
+    grid = tiles_of(x.shape[1], columns), tiles_of(x.shape[0], share)
+    launch_at(
+        x, sum_rows, grid, x, out, x.stride(0), *x.shape, share,
+        WIDE=wide(x.dtype), ROWS=rows, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
 
 
 define(

@@ -10,11 +10,13 @@ results side by side:
 Apart, each projection is a product of its own, and backward adds up as many gradients of x, each rounded. Joint, small
 products fill a GPU better, the sum over projections is made inside one product, and nothing is added afterwards.
 
-W is no copy where the weights lie one behind the other in memory (`lie_together`); elsewhere they are put together
-first. Neither is dy where the gradients lie side by side, as the fused SwiGLU leaves them; else the operator copies
-them, and of those beside a fused rotation's the value's alone (`leave_room`). A compiler that fused this copy with what
-makes the gradients would compute all of them for each number of dy, and choose one. The results are views of y, so as
-long as one is kept, all are. Under autocast W is cast in forward and again in backward.
+The biases' gradients are one sum of dy (`column_sums`), made from the rows that the products take.
+
+W is no copy where the weights lie one behind the other in memory (`lie_together`), nor is b; elsewhere they are put
+together first. Neither is dy where the gradients lie side by side, as the fused SwiGLU leaves them; else the operator
+copies them, and of those beside a fused rotation's the value's alone (`leave_room`). A compiler that fused this copy
+with what makes the gradients would compute all of them for each number of dy, and choose one. The results are views of
+y, so as long as one is kept, all are. Under autocast W is cast in forward and again in backward.
 
     patch_products(x, W, b)  ->  the convolution of x (..., C, H, W) whose stride is its kernel (p, q), as one product
 
@@ -25,6 +27,7 @@ Patches do not overlap then, and lie as rows of C p q numbers after one copy:
 cuDNN turns pictures, weights and results into another layout first, and takes several times as long.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -45,21 +48,22 @@ OPERATOR = "stepscope::joint_projections"
 
 @torch.no_grad()
 def lie_together(weights: Sequence[Tensor]) -> None:
-    """Move parameters (N_i, M) of one dtype into one block of memory, in their order. They stay the same parameters."""
+    """Move parameters (N_i, M), or (N_i), of one dtype into one block of memory, in their order. They stay the same
+    parameters."""
     block = torch.cat([weight.detach() for weight in weights])
     for weight, place in zip(weights, block.split([weight.shape[0] for weight in weights]), strict=True):
         weight.data = place
 
 
 def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The rows of all weights, (sum N_i, M): a view where they lie together, else a copy."""
+    """The rows of all weights, (sum N_i, M), or all biases, (sum N_i): a view where they lie together, else a copy."""
     first = weights[0]
     place, memory = first.data_ptr(), first.untyped_storage().data_ptr()
     for weight in weights:
         if weight.data_ptr() != place or weight.untyped_storage().data_ptr() != memory or not weight.is_contiguous():
             return torch.cat([weight.to(dtype) for weight in weights])
         place += weight.nbytes
-    return first.as_strided((_rows_of(weights), first.shape[1]), (first.shape[1], 1)).to(dtype)
+    return first.as_strided((_rows_of(weights), *first.shape[1:]), first.stride()).to(dtype)
 
 
 def leave_room(rows: Tensor, taken: int) -> None:
@@ -92,14 +96,58 @@ def _beside(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    bias = torch.cat([bias.to(x.dtype) for bias in biases]) if biases else None
-    return F.linear(x, _joined(weights, x.dtype), bias)
+    return F.linear(x, _joined(weights, x.dtype), _joined(biases, x.dtype) if biases else None)
 
 
-def _gradients(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of W, from rows."""
+def _gradients(
+    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_biases: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, of W and, in their dtype if there are any, of all biases, from rows."""
     dy = _beside(dys)
-    return dy @ _joined(weights, dy.dtype), dy.t() @ x
+    of_bias = dy.new_empty(0) if of_biases is None else _sums(dy, of_biases)
+    return dy @ _joined(weights, dy.dtype), dy.t() @ x, of_bias
+
+
+def _fake_gradients(
+    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_biases: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = _rows_of(weights)
+    of_bias = x.new_empty(0) if of_biases is None else x.new_empty(rows, dtype=of_biases)
+    return x.new_empty(x.shape), x.new_empty(rows, x.shape[1]), of_bias
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """The sum (N) of x (R, N) over its rows, whose numbers lie side by side, in fp32 (in fp64 for fp64). The same input
+    gives the same bits."""
+    return torch.ops.stepscope.column_sums(x) if watched(x) else _column_sums(x)
+
+
+def _column_sums(x: Tensor) -> Tensor:
+    return _sums(x, _summed(x))
+
+
+def _sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum (N) of x (R, N) over rows, rounded to a dtype, and before it to that of x where PyTorch adds it up."""
+    fill_sums = _fill_sums() if x.is_cuda else None
+    if fill_sums is None:
+        return x.sum(0).to(dtype)
+    out = torch.empty(x.shape[1], dtype=dtype, device=x.device)
+    fill_sums(x, out)
+    return out
+
+
+@functools.cache
+def _fill_sums() -> Callable[[Tensor, Tensor], None] | None:
+    """What adds up rows on a GPU; None where there is no Triton."""
+    try:
+        from stepscope.kernels.parts.norm import fill_sums  # noqa: PLC0415
+    except ImportError:
+        return None
+    return fill_sums
+
+
+def _summed(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _rows_of(weights: Sequence[Tensor]) -> int:
@@ -112,10 +160,12 @@ define(
     lambda x, weights, _biases: x.new_empty(*x.shape[:-1], _rows_of(weights)),
 )
 define(
-    "joint_projections_backward(Tensor[] dys, Tensor x, Tensor[] weights) -> (Tensor, Tensor)",
+    "joint_projections_backward(Tensor[] dys, Tensor x, Tensor[] weights, ScalarType? of_biases=None)"
+    " -> (Tensor, Tensor, Tensor)",
     _gradients,
-    lambda _dys, x, weights: (x.new_empty(x.shape), x.new_empty(_rows_of(weights), x.shape[1])),
+    _fake_gradients,
 )
+define("column_sums(Tensor x) -> Tensor", _column_sums, lambda x: x.new_empty(x.shape[1], dtype=_summed(x)))
 
 
 @register_flop_formula(torch.ops.stepscope.joint_projections)
@@ -140,6 +190,7 @@ class _Joint(torch.autograd.Function):
         run = torch.ops.stepscope.joint_projections if watched(x, *parameters) else _product
         ctx.save_for_backward(x, *weights)
         ctx.bias_dtypes = [bias.dtype for bias in biases]
+        ctx.of_biases = functools.reduce(torch.promote_types, ctx.bias_dtypes) if biases else None
         return run(x, list(weights), list(biases)).split([weight.shape[0] for weight in weights], dim=-1)
 
     @staticmethod
@@ -147,12 +198,15 @@ class _Joint(torch.autograd.Function):
         refuse_second_derivative(_NAME)
         x, *weights = ctx.saved_tensors
         dys = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        biases = [dy.sum(0).to(dtype) for dy, dtype in zip(dys, ctx.bias_dtypes, strict=False)]
         rows = x.reshape(-1, x.shape[-1])
         run = torch.ops.stepscope.joint_projections_backward if watched(x, *dys, *weights) else _gradients
-        dx, dweight = run(dys, rows, weights)
-        parts = dweight.to(weights[0].dtype).split([weight.shape[0] for weight in weights])
-        return dx.view(x.shape), None, *parts, *biases
+        dx, dweight, dbias = run(dys, rows, weights, ctx.of_biases)
+        lengths = [weight.shape[0] for weight in weights]
+        of_weights = dweight.to(weights[0].dtype).split(lengths)
+        if ctx.of_biases is None:
+            return dx.view(x.shape), None, *of_weights
+        of_biases = (part.to(dtype) for part, dtype in zip(dbias.split(lengths), ctx.bias_dtypes, strict=True))
+        return dx.view(x.shape), None, *of_weights, *of_biases
 
 
 def joint_projections(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> tuple[Tensor, ...]:

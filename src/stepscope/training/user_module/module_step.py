@@ -655,6 +655,8 @@ def parts_of(user_module: UserModule, choices: Workload, blocks: Sequence[nn.Mod
     masters = in_16_bits(user_module.module, choices, blocks)
     for group in joined(user_module.module):
         lie_together([layer.weight for layer in group.layers])
+        if group.biases:
+            lie_together(group.biases)
     return StepParts(
         model=user_module.whole,
         masters=masters,
