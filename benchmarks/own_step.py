@@ -180,62 +180,44 @@ SDPA. The usual is SDPA's own choice without a mask."""
 
 _MASTERS = {"dtype": "bf16-master", "optimizer": "adamw-one-launch", "graph": "step"}
 _ON_CPU: dict[str, Way] = {"bf16, eager": {"dtype": "bf16"}, "bf16, sdpa": {"dtype": "bf16", "attention": "sdpa"}}
-_ALL = {"norm": "fused", "mlp": "fused", "loss": "fused"}
-_JOINT = {"projections": "joint"}
-_LOSS = {"loss": "fused"}
-_MLP = {"mlp": "fused"}
-_ROPE = {"rope": "fused"}
-_DEFAULT, _BLOCKS = {"compile": "default"}, {"compile": "blocks"}
-_UNDER = {"optimizer": "adamw-under-backward"}
+_WORDS: dict[str, Way] = {
+    "joint": {"projections": "joint"},
+    "fused": {"norm": "fused", "mlp": "fused", "loss": "fused"},
+    "fused loss": {"loss": "fused"},
+    "fused mlp": {"mlp": "fused"},
+    "rope": {"rope": "fused"},
+    "default": {"compile": "default"},
+    "blocks": {"compile": "blocks"},
+    "flash": {"attention": "flash"},
+    "sdpa": {"attention": "sdpa"},
+    "under backward": {"optimizer": "adamw-under-backward"},
+    "graph": {},
+}
 OURS: dict[str, Way] = {
-    "flash, joint, fused, graph": {**_MASTERS, **_ALL, **_JOINT, "attention": "flash"},
-    "flash, joint, fused loss, default, graph": {**_MASTERS, **_LOSS, **_JOINT, **_DEFAULT, "attention": "flash"},
-    "sdpa, joint, fused loss, default, graph": {**_MASTERS, **_LOSS, **_JOINT, **_DEFAULT, "attention": "sdpa"},
-    "flash, fused loss, default, graph": {**_MASTERS, **_LOSS, **_DEFAULT, "attention": "flash"},
-    "flash, joint, default, graph": {**_MASTERS, **_JOINT, **_DEFAULT, "attention": "flash"},
-    "flash, joint, fused, default, graph": {**_MASTERS, **_ALL, **_JOINT, **_DEFAULT, "attention": "flash"},
-    "flash, joint, fused mlp, fused loss, default, graph": {
-        **_MASTERS,
-        **_MLP,
-        **_LOSS,
-        **_JOINT,
-        **_DEFAULT,
-        "attention": "flash",
-    },
-    "sdpa, joint, fused mlp, fused loss, default, graph": {
-        **_MASTERS,
-        **_MLP,
-        **_LOSS,
-        **_JOINT,
-        **_DEFAULT,
-        "attention": "sdpa",
-    },
-    "flash, joint, fused mlp, rope, fused loss, default, graph": {
-        **_MASTERS,
-        **_MLP,
-        **_ROPE,
-        **_LOSS,
-        **_JOINT,
-        **_DEFAULT,
-        "attention": "flash",
-    },
-    "flash, joint, fused, rope, graph": {**_MASTERS, **_ALL, **_ROPE, **_JOINT, "attention": "flash"},
-    "flash, default, graph": {**_MASTERS, **_DEFAULT, "attention": "flash"},
-    "sdpa, joint, default, graph": {**_MASTERS, **_JOINT, **_DEFAULT, "attention": "sdpa"},
-    "sdpa, default, graph": {**_MASTERS, **_DEFAULT, "attention": "sdpa"},
-    "sdpa, fused loss, default, graph": {**_MASTERS, **_LOSS, **_DEFAULT, "attention": "sdpa"},
-    "flash, joint, blocks, graph": {**_MASTERS, **_JOINT, **_BLOCKS, "attention": "flash"},
-    "default, graph": {**_MASTERS, **_DEFAULT},
-    "flash, joint, fused loss, blocks, graph, under backward": {
-        **_MASTERS,
-        **_LOSS,
-        **_JOINT,
-        **_BLOCKS,
-        **_UNDER,
-        "attention": "flash",
-    },
-    "sdpa, fused loss, blocks, graph, under backward": {**_MASTERS, **_LOSS, **_BLOCKS, **_UNDER, "attention": "sdpa"},
-    "sdpa, joint, blocks, graph, under backward": {**_MASTERS, **_JOINT, **_BLOCKS, **_UNDER, "attention": "sdpa"},
+    name: functools.reduce(lambda way, word: {**way, **_WORDS[word]}, name.split(", "), _MASTERS)
+    for name in (
+        "flash, joint, fused, graph",
+        "flash, joint, fused loss, default, graph",
+        "sdpa, joint, fused loss, default, graph",
+        "flash, fused loss, default, graph",
+        "flash, fused mlp, fused loss, default, graph",
+        "flash, joint, default, graph",
+        "flash, joint, fused mlp, default, graph",
+        "flash, joint, fused, default, graph",
+        "flash, joint, fused mlp, fused loss, default, graph",
+        "sdpa, joint, fused mlp, fused loss, default, graph",
+        "flash, joint, fused mlp, rope, fused loss, default, graph",
+        "flash, joint, fused, rope, graph",
+        "flash, default, graph",
+        "sdpa, joint, default, graph",
+        "sdpa, default, graph",
+        "sdpa, fused loss, default, graph",
+        "flash, joint, blocks, graph",
+        "default, graph",
+        "flash, joint, fused loss, blocks, graph, under backward",
+        "sdpa, fused loss, blocks, graph, under backward",
+        "sdpa, joint, blocks, graph, under backward",
+    )
 }
 """Steps that `tune` comes to: what is usually faster, taken together, and what its later rounds change. Updates under
 backward go with compiled blocks: backward of a model that is compiled as a whole gives all gradients at its end."""
@@ -246,20 +228,22 @@ _DECODER = (
     "flash, joint, fused mlp, fused loss, default, graph",
     "sdpa, joint, fused mlp, fused loss, default, graph",
 )
-_ENCODER = ("flash, joint, default, graph", "sdpa, joint, default, graph")
 SHORT: dict[str, dict[str, tuple[str, ...]]] = {
     "llama-3.2-1b": {"hand": _BY_HAND[::-1], "ours": _DECODER},
     "qwen2.5-0.5b": {"hand": _BY_HAND, "ours": _DECODER},
     # Query, key and value are one product by themselves.
     "gpt2-medium": {
         "hand": _BY_HAND,
-        "ours": ("flash, fused loss, default, graph", "sdpa, fused loss, default, graph"),
+        "ours": ("flash, fused mlp, fused loss, default, graph", "flash, fused loss, default, graph"),
     },
     "bert-base": {
         "hand": _BY_HAND,
-        "ours": ("flash, joint, fused loss, default, graph", "sdpa, joint, fused loss, default, graph"),
+        "ours": ("flash, joint, fused mlp, fused loss, default, graph", "flash, joint, fused loss, default, graph"),
     },
-    "vit-base": {"hand": _BY_HAND, "ours": _ENCODER},
+    "vit-base": {
+        "hand": _BY_HAND,
+        "ours": ("flash, joint, fused mlp, default, graph", "flash, joint, default, graph"),
+    },
 }
 """By model and side, the ways of a short race, the most hopeful first."""
 

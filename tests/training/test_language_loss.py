@@ -56,13 +56,13 @@ def _every_kind_of_model_is_held_once() -> Iterator[None]:
     A kernel that was found unlike is held again."""
     held = set[Any]()
 
-    def hold(model: nn.Module, replacement: type[nn.Module], trials: Any) -> None:
+    def hold(model: nn.Module, replacement: type[nn.Module], *trials: Any) -> None:
         parameters = tuple(
             (name, *each.shape, each.dtype, each.requires_grad) for name, each in model.named_parameters()
         )
         told = (replacement, str(getattr(model, "config", None)), repr(model), parameters, frozenset(vars(model)))
         if told not in held:
-            held_each_time(model, replacement, trials)
+            held_each_time(model, replacement, *trials)
             held.add(told)
 
     held_each_time = replaced_module.hold

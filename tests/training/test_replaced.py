@@ -30,6 +30,19 @@ class SwiGLU(nn.Module):
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Gelu(nn.Module):
+    """A linear layer, GELU and another layer, by the names of GPT-2."""
+
+    def __init__(self, act: Any, dropout: float = 0.0, *, at_end: bool = True):
+        super().__init__()
+        self.c_fc, self.c_proj = nn.Linear(12, 20), nn.Linear(20, 12)
+        self.act, self.dropout, self.at_end = act, nn.Dropout(dropout), at_end
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.c_proj(self.act(self.c_fc(x)))
+        return self.dropout(out) if self.at_end else out
+
+
 class Shifted(nn.Module):
     """Gemma's norm: the weight is what is added to 1."""
 
@@ -87,6 +100,43 @@ def test_the_kernels_run_in_a_replaced_model():
     called = {event.key: event.count for event in profiler.key_averages()}
     assert called["stepscope::rms_norm_forward"] == 2
     assert called["stepscope::silu_product_backward"] == 1
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("tanh", [False, True])
+def test_gelu_of_a_linear_layer_is_replaced_with_its_bias(tanh: bool, autocast: bool):
+    act = nn.GELU(approximate="tanh" if tanh else "none")
+    first = Gelu(act, 0.4)
+    model = net(first, Gelu(act, 0.4))
+    before = gradients(model, autocast=autocast)
+    replaced = replace_parts(model, mlp="fused")
+    assert [(each.type, each.modules) for each in replaced.found] == [("Gelu", 2)] and not replaced.left
+    assert type(first.dropout) is nn.Dropout
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        after = gradients(model, autocast=autocast)  # the same dropouts, of the same seed
+    called = {event.key: event.count for event in profiler.key_averages()}
+    assert called["stepscope::biased_gelu_forward"] == called["stepscope::biased_gelu_backward"] == 2
+    for one, other in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
+        assert float((one - other).norm()) <= (2e-2 if autocast else 1e-5) * float(other.norm())
+    again = gradients(pickle.loads(pickle.dumps(model)), autocast=autocast)
+    assert torch.equal(again[0], after[0])
+    seen: list[Any] = []
+    first.c_fc.register_forward_hook(lambda *call: seen.append(call))
+    act.register_forward_hook(lambda *call: seen.append(call))  # which both have
+    hooked = gradients(model, autocast=autocast)
+    assert len(seen) == 3 and float((hooked[0] - before[0]).norm()) <= 1e-2 * float(before[0].norm())
+
+
+def test_other_activations_and_dropouts_that_are_not_called_keep_their_code():
+    for act in (nn.ReLU(), nn.SiLU(), nn.GELU(), nn.PReLU(), "gelu"):
+        if isinstance(act, nn.GELU):
+            continue
+        with pytest.raises(InputError, match="mlp fused replaces nothing in Sequential: it has no SwiGLU of gate, up"):
+            replace_parts(net(Gelu(act)), mlp="fused")
+    (left,) = replace_parts(net(Gelu(nn.GELU(), 0.1, at_end=False)), mlp="fused").left
+    assert left.why.startswith("they compute something else")
+    with pytest.raises(InputError, match="it has no SwiGLU of gate, up and down"):
+        replace_parts(net(Gelu(nn.GELU())), mlp="compiled")
 
 
 def test_a_module_that_computes_something_else_is_left_and_named():
@@ -208,7 +258,7 @@ def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch):
         ("Llama", {"RMSNorm": True, "Attention": True, "MLP": True, "ForCausalLM": True}),
         *at_length(("Qwen2", {"RMSNorm": True, "Attention": True, "MLP": True, "ForCausalLM": True})),
         ("Gemma", {"RMSNorm": True, "Attention": True, "MLP": False, "ForCausalLM": True}),
-        ("GPT2", {"LMHeadModel": True}),
+        ("GPT2", {"MLP": True, "LMHeadModel": True}),
     ],
 )
 def test_hugging_faces_models(kind: str, said: dict[str, bool]):

@@ -369,7 +369,7 @@ Kernels = str
 PART_WORDS: dict[Part, str] = {
     "norm": "RMSNorm, with the sum before it,",
     "rope": "the rotation of queries and keys",
-    "mlp": "SwiGLU's product",
+    "mlp": "SwiGLU's product, or GELU of a linear layer,",
     "loss": "the cross-entropy, with the output head,",
 }
 """What each part is, as words of a sentence."""
@@ -427,6 +427,8 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is operators that a step's count sees. What launches its kernels by itself shows in a trace alone."""
     few_labels: bool = False
     """Whether a loss takes a bias, and computes nothing of rows without a label: those of a masked language model."""
+    gelu: bool = False
+    """Whether an MLP's kernels compute GELU of a linear layer, too, in models of others."""
     own_gradients: bool = False
     """Whether nobody else holds the gradients that a loss gives, so that a tied embedding may add its own in place."""
     any_tables: bool = False
@@ -481,6 +483,7 @@ def _fused(
         function=f"stepscope.kernels.parts.{function}", dtypes=_FUSED, package="triton", interpreted=True,
         saves=saves, predicted=True, signs=rf"^(?:stepscope::)?(?:{signs})", operators=True,
         largest_width=largest_width, few_labels=of_models, own_gradients=of_models, any_tables=of_models,
+        gelu=of_models,
     )  # fmt: skip
 
 
@@ -533,7 +536,10 @@ _PARTS: dict[Part, dict[Kernels, PartRecord]] = {
     "mlp": {
         "reference": PartRecord(function="", saves="gate, up, silu(gate): 3 R F"),
         "compiled": _compiled("silu_product", "what the compiler keeps: gate and up, 2 R F"),
-        "fused": _fused("mlp:silu_product", "gate and up: 2 R F", "silu_product_(?:forward|backward)$"),
+        "fused": _fused(
+            "mlp:silu_product", "gate and up: 2 R F; of GELU the product before its bias, R F",
+            "(?:silu_product|biased_gelu)_(?:forward|backward)$", of_models=True,
+        ),
         "liger": _liger("silu_product", "gate and up: 2 R F", r"^_swiglu_(?:forward|backward)_kernel", overwrites=True),
     },
     "loss": {

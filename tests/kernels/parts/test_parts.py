@@ -19,7 +19,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.parts import TensorDtype
 from stepscope.kernels.parts import loss as of_loss
 from stepscope.kernels.parts.loss import linear_cross_entropy
-from stepscope.kernels.parts.mlp import silu_product
+from stepscope.kernels.parts.mlp import biased_gelu, silu_product
 from stepscope.kernels.parts.norm import rms_norm
 from stepscope.kernels.parts.rope import rotated
 from stepscope.training.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
@@ -52,6 +52,37 @@ def test_a_part_passes_the_gate(case: PartCase, dtype: TensorDtype):
 def test_a_part_passes_the_gate_at_the_sizes_of_models(case: PartCase, dtype: TensorDtype):
     (verdict,) = check_part("fused", [case], [dtype], DEVICE)
     assert verdict.passed, verdict.reason
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(3, 37), (2, 21, 300)])
+def test_gelu_of_a_linear_layer_is_pytorchs(sizes: tuple[int, ...], dtype: torch.dtype, tanh: bool):
+    """Of a view of wider rows, with large numbers among them; the bias's gradient is a sum over several chunks."""
+    wide, bias = normal(*sizes[:-1], sizes[-1] + 8, dtype=dtype), normal(sizes[-1], dtype=dtype)
+    wide.data[0] *= 5
+    upstream = normal(*sizes, dtype=dtype, seed=1).detach()
+    h = wide[..., 8:]
+
+    def results(h: Tensor, bias: Tensor, *, formula: bool) -> list[Tensor]:
+        out = F.gelu(h + bias, approximate="tanh" if tanh else "none") if formula else biased_gelu(h, bias, tanh=tanh)
+        return [out, *torch.autograd.grad(out, [h, bias], upstream.to(h.dtype))]
+
+    exact = results(h.detach().double().requires_grad_(), bias.detach().double().requires_grad_(), formula=True)
+    unit = torch.finfo(dtype).eps / 2 * (2 if DEVICE.type == "cpu" else 1)  # the interpreter cuts bf16 off
+    for found, right in zip(results(h, bias, formula=False), exact, strict=True):
+        # The constants of the formula with tanh have 16 digits, and not what rounds to them.
+        assert found.dtype == dtype and float((found - right).norm() / right.norm()) < max(2 * unit, 1e-15)
+    frozen = biased_gelu(h.detach().requires_grad_(), bias.detach(), tanh=tanh)
+    assert torch.equal(frozen, biased_gelu(h, bias, tanh=tanh)) and frozen.requires_grad
+
+
+def test_gelu_of_16_bits_is_near_itself_far_from_zero():
+    """Each number within 5e-6 of itself before it is rounded, where PyTorch's own rounds the error function."""
+    x = torch.linspace(-13, 13, 2601, device=DEVICE).to(torch.float16)
+    right = x.double() * 0.5 * torch.special.erfc(-x.double() / 2**0.5)
+    seen = right.abs() > 2**-13  # below, fp16 has fewer bits
+    assert float(((biased_gelu(x) - right) / right)[seen].abs().max()) < 2**-11 + 1e-5
 
 
 def test_the_gate_sees_what_is_wrong():
@@ -301,7 +332,8 @@ def test_tensors_without_rows(shape: tuple[int, ...]):
     x, weight = normal(*shape), normal(4)
     summed, out = rms_norm(x, x * 2, weight, 1e-5)
     assert summed.shape == out.shape == shape
-    gradients = torch.autograd.grad((out.sum() + summed.sum() + silu_product(x, x).sum()), [x, weight])
+    mlps = silu_product(x, x).sum() + biased_gelu(x, weight).sum()
+    gradients = torch.autograd.grad((out.sum() + summed.sum() + mlps), [x, weight])
     assert gradients[0].shape == shape and gradients[1].eq(0).all()
     q = normal(0, 2, 3, 4)
     assert rotated(q, q, torch.ones(3, 4, device=DEVICE), torch.ones(3, 4, device=DEVICE))[0].shape == q.shape
@@ -329,6 +361,7 @@ def test_under_autocast_outputs_have_its_dtype_and_gradients_their_inputs():
         (lambda: rotated(*[normal(2, 2, 3, 4)] * 2, *[normal(3, 3, 4)] * 2), r"tables \(S or more, D\), or"),
         (lambda: silu_product(normal(2, 4), normal(2, 5)), "mlp fused takes gate and up"),
         (lambda: silu_product(normal(2).int(), normal(2).int()), "mlp fused takes fp32, bf16, fp16 or fp64, not int32"),
+        (lambda: biased_gelu(normal(2, 4), normal(5)), r"mlp fused takes h \(..., F\) and a bias \(F\), not"),
         (lambda: linear_cross_entropy(normal(2, 4), normal(5, 4), torch.zeros(3)), "loss fused takes x"),
         (lambda: linear_cross_entropy(normal(2, 4), normal(5, 4), torch.zeros(2).to(DEVICE)), "targets of int64 or"),
     ],
@@ -358,6 +391,7 @@ def test_a_compiler_takes_every_part_without_a_graph_break():
         heads = out.unflatten(-1, (2, 4)).transpose(1, 2)
         q, k = rotated(heads, heads * 2, cos, sin)
         mixed = silu_product(q, k).transpose(1, 2).flatten(-2) + rms_norm(summed, None, weight, 1e-5)[1]
+        mixed = mixed + biased_gelu(mixed, weight) + biased_gelu(mixed, tanh=True)
         of_few = linear_cross_entropy(summed, head, targets, head.sum(1), few_labels=True)
         return linear_cross_entropy(mixed, head, targets) + of_few
 

@@ -1,4 +1,5 @@
-"""The parts in PyTorch's operators, whatever the dtype: what the gate judges by; and compiled, each by itself.
+"""The parts in PyTorch's operators, whatever the dtype: what the gate judges by; and compiled, each by itself. And by
+which layers somebody else's module may be an MLP.
 
 Each is compiled for each shape. Inside a step that is compiled anyway a formula is part of it. Where a mode follows
 every operator, as in selective recomputation, the compiler steps aside, and the formula runs as it is written.
@@ -6,11 +7,12 @@ every operator, as in selective recomputation, the compiler steps aside, and the
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from stepscope.kernels.operators import autocast_dtype, compile_for_each_shape
 
@@ -66,3 +68,92 @@ def compiled_rms_norm(
 compiled_rotated = functools.partial(_run, rotated)
 compiled_silu_product = functools.partial(_run, silu_product)
 compiled_linear_cross_entropy = functools.partial(_run, linear_cross_entropy)
+
+
+# MLPs in models of others.
+
+
+SWIGLU_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("w1", "w2", "w3"), ("gate", "up", "down"))
+"""Names of SwiGLU's linear layers: gate, up and down."""
+GELU_NAMES = (
+    ("fc1", "activation_fn", "fc2"), ("fc1", "act", "fc2"), ("c_fc", "act", "c_proj", "dropout"),
+    ("fc_in", "act", "fc_out", "dropout"), ("lin1", "activation", "lin2", "dropout"),
+    ("dense_h_to_4h", "act", "dense_4h_to_h"), ("dense", "intermediate_act_fn"),
+)  # fmt: skip
+"""Names of a linear layer, of its activation, and of what comes after it, if that is there."""
+
+
+@dataclass(frozen=True)
+class MlpLayers:
+    """The layers by which a module computes an MLP, by their names."""
+
+    first: tuple[str, ...]
+    """Gate and up of a SwiGLU, or the linear layer whose GELU is taken."""
+    after: tuple[str, ...]
+    """What takes the result, one after the other."""
+    gelu: str = ""
+    """What computes GELU between them; empty for a SwiGLU."""
+    tanh: bool = False
+    """Whether GELU is the approximation with tanh."""
+
+
+def mlp_layers(module: nn.Module, *, gelu: bool) -> list[MlpLayers]:
+    """How a module may compute an MLP, by the names and the shapes of its layers; gelu: also by GELU."""
+    layers = dict(module.named_children())
+    found = [
+        MlpLayers(names[:2], names[2:])
+        for names in SWIGLU_NAMES
+        if all(_weighs(layers.get(name)) for name in names)
+        and _shape(layers[names[0]]) == _shape(layers[names[1]]) == _shape(layers[names[2]])[::-1]
+    ]
+    for first, activation, *names in GELU_NAMES if gelu else ():
+        approximation = _gelu_of(getattr(module, activation, None)) if is_linear(layers.get(first)) else None
+        if approximation is not None and (not names or names[0] in layers):
+            after = tuple(name for name in names if name in layers)
+            found.append(MlpLayers((first,), after, gelu=activation, tanh=approximation == "tanh"))
+    return found
+
+
+def widths_of(module: nn.Module, layers: MlpLayers) -> tuple[int, int]:
+    """The widths of what an MLP takes and gives."""
+    linear = [getattr(module, name) for name in (layers.first[0], *layers.after)]
+    shapes = [_shape(layer)[:: 1 if type(layer).__name__ != "Conv1D" else -1] for layer in linear if _weighs(layer)]
+    return shapes[0][1], shapes[-1][0]
+
+
+def _weighs(layer: Any) -> bool:
+    return getattr(getattr(layer, "weight", None), "ndim", 0) == 2
+
+
+def _shape(layer: Any) -> tuple[int, ...]:
+    return tuple(layer.weight.shape)
+
+
+def is_linear(layer: object) -> bool:
+    """Whether a layer is a plain linear one, of PyTorch or of transformers, whose `Conv1D` has its weight turned."""
+    kind = type(layer)
+    return kind is nn.Linear or (kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils")
+
+
+def product_of(layer: Any, x: Tensor) -> Tensor:
+    """The product of x and a linear layer's weight, without its bias."""
+    return F.linear(x, layer.weight) if type(layer) is nn.Linear else torch.matmul(x, layer.weight)
+
+
+_PROBES = torch.linspace(-9.0, 9.0, 181, dtype=torch.float64)
+
+
+def _gelu_of(activation: Any) -> str | None:
+    """Which GELU a function of one tensor is, as `approximate` of PyTorch's has it; None where it is none."""
+    if not callable(activation) or (isinstance(activation, nn.Module) and any(map(id, activation.parameters()))):
+        return None
+    try:
+        with torch.no_grad():
+            values: Any = activation(_PROBES.clone())
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
+        return None
+    if not isinstance(values, Tensor) or values.shape != _PROBES.shape:
+        return None
+    ways = ("none", "tanh")
+    alike = (way for way in ways if torch.allclose(values, F.gelu(_PROBES, approximate=way), rtol=1e-6, atol=1e-9))
+    return next(alike, None)

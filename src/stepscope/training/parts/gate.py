@@ -435,9 +435,20 @@ class Trial(ABC):
         so."""
 
 
-def hold(module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial]) -> None:
-    """Raise Unlike where the replacement computes something else than the module. Random states stay as they were."""
+class _Halving(nn.Module):
+    """What stands for a dropout while its module is held: it shows where it is, and draws nothing."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * 0.5
+
+
+def hold(
+    module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial], dropouts: Sequence[str] = ()
+) -> None:
+    """Raise Unlike where the replacement computes something else than the module. Random states stay as they were.
+    dropouts: names of modules that both call, of which some may be a dropout."""
     original, modes = type(module), {each: each.training for each in module.modules()}
+    drawing = {name: each for name in dropouts if type(each := getattr(module, name)) is nn.Dropout}
     device = next(module.parameters()).device
     devices = [device] if device.type == "cuda" else []
     # What is compiled is held by its formula: to compile it for the shapes of a trial would take minutes.
@@ -446,6 +457,8 @@ def hold(module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial
         warnings.simplefilter("ignore")  # what a module says of a trial's dtypes is no fault of the user's step
         module.train()  # where a dropout would show
         try:
+            for name in drawing:
+                setattr(module, name, _Halving())
             for trial in trials:
                 exact, plain, again = trial.run(torch.float64), trial.run(), trial.run()
                 # With dropout any difference from float64 would pass for its rounding.
@@ -460,6 +473,8 @@ def hold(module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial
                     _judge_module(exact, plain, numbers, trial, frozen)
         finally:
             module.__class__ = original
+            for name, each in drawing.items():
+                setattr(module, name, each)
             for each, trains in modes.items():
                 each.training = trains
 
@@ -526,16 +541,16 @@ class _OneTensor(Trial):
             with autocast_or_not(self.autocast and dtype is None, x.device):
                 out = functional_call(self.module, weights, (x,))
             if not isinstance(out, Tensor) or out.shape != self.gradient.shape:
-                raise Unlike("their forward does not give one tensor of its input's shape")
+                raise Unlike("their forward does not give one tensor of the shape that is due")
             gradients = gradients_of(out, leaves, self.gradient.to(out.dtype))
         except CALL_ERRORS as error:
             raise Unlike(f"they cannot be called with one tensor: {named_line(error)}") from error
         return {"result": out.detach()} | {f"gradient of {name}": each for name, each in gradients.items()}
 
 
-def trials_of_one_tensor(module: nn.Module, epsilon: float) -> Iterator[Trial]:
+def trials_of_one_tensor(module: nn.Module, epsilon: float, widths: tuple[int, int]) -> Iterator[Trial]:
     """Calls of a module with one tensor: odd shapes and layouts in its dtype, and under autocast where its weights are
-    fp32. Some rows are so small that another epsilon would show."""
+    fp32. Some rows are so small that another epsilon would show. widths: those of its input and of its result."""
     first = next(module.parameters())
     generator = torch.Generator(device=first.device).manual_seed(SEED)
 
@@ -550,12 +565,13 @@ def trials_of_one_tensor(module: nn.Module, epsilon: float) -> Iterator[Trial]:
             else (normal(*value.shape) / value.shape[-1] ** 0.5)
         )
         weights[name] = moved.to(value.dtype)
-    width = first.shape[-1]
+    width, out_width = widths
     for dtype, autocast in ways_of(first.dtype):
-        for shape in ((2, 3, width), (5, width)):
-            x = normal(*shape[:-1], width + 3)[..., 2:-1] if len(shape) == 2 else normal(*shape)
+        for rows in ((2, 3), (5,)):
+            x = normal(*rows, width + 3)[..., 2:-1] if len(rows) == 1 else normal(*rows, width)
             x[-1] *= epsilon**0.5 or 1.0
-            yield _OneTensor(module=module, weights=weights, x=x.to(dtype), gradient=normal(*shape), autocast=autocast)
+            gradient = normal(*rows, out_width)
+            yield _OneTensor(module=module, weights=weights, x=x.to(dtype), gradient=gradient, autocast=autocast)
 
 
 @dataclass(frozen=True, kw_only=True)

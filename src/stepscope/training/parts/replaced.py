@@ -1,11 +1,12 @@
 """Lets modules of a user's own model be computed by other kernels, where they compute the same.
 
-A norm is a module with one weight (M) and an epsilon; a SwiGLU has three linear layers: gate, up and down; a loss is a
-causal language model of Hugging Face's (`LanguageModel`). What it is called says nothing: before it is replaced, a
-module is held against its replacement, forward and backward, on random numbers, by the bounds of the gate
-(`gate.py`): at several shapes, in its own dtype, and under autocast where its weights are fp32. Weights of norms and
-SwiGLUs are random there, too, since fresh norms are all ones. What differs is left, and named. Of modules that are
-alike but for their weights, as those of a model's blocks, one is held for all, and for models made later.
+A norm is a module with one weight (M) and an epsilon; a SwiGLU has three linear layers: gate, up and down; another MLP
+has a linear layer and GELU (formulas.py); a loss is a language model of Hugging Face's (`LanguageModel`). What it is
+called says nothing: before it is replaced, a module is held against its replacement, forward and backward, on random
+numbers, by the bounds of the gate (`gate.py`): at several shapes, in its own dtype, and under autocast where its
+weights are fp32. Weights of norms and MLPs are random there, too, since fresh norms are all ones. What differs is left,
+and named. Of modules that are alike but for their weights, as those of a model's blocks, one is held for all, and for
+models made later.
 
 A module that is replaced gets another class, a subclass of its own. Its parameters, buffers and hooks stay the same
 objects with the same names. Calls that the kernel does not take, of other arguments or on another device, run the
@@ -54,6 +55,7 @@ from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.attention.pytorch import attention_found, swap_attention
 from stepscope.training.parts import part_function
+from stepscope.training.parts.formulas import MlpLayers, is_linear, mlp_layers, product_of, widths_of
 from stepscope.training.parts.gate import (
     CALL_ERRORS,
     SEED,
@@ -313,8 +315,11 @@ def _is_plain(head: object, *, biased: bool) -> bool:
     return _only_watched(head) and head.weight.dim() == 2 and not hasattr(head.weight, "placements")
 
 
-def _only_watched(module: nn.Module) -> bool:
-    """Whether a module has no patched forward, and no hooks but those that measure a step, which only look on."""
+def _only_watched(module: Any) -> bool:
+    """Whether a module, or a function in its place, has no patched forward, and no hooks but those that measure a step,
+    which only look on."""
+    if not isinstance(module, nn.Module):
+        return True
     every = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     looks_on = all(
         getattr(hook, "__module__", "").startswith("stepscope.") for hooks in every for hook in hooks.values()
@@ -485,9 +490,6 @@ def trials_of_states(module: nn.Module, of: LanguageModel) -> Iterator[Trial]:
             )  # fmt: skip
 
 
-SWIGLU_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("w1", "w2", "w3"), ("gate", "up", "down"))
-"""Names of SwiGLU's linear layers in models of others: gate, up and down."""
-
 _NAMES: dict[torch.dtype, TensorDtype] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NOT_RMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _ABSENT: dict[Part, str] = {
@@ -505,8 +507,8 @@ _ROWS = 64
 class _Way:
     """How a module's own code is said by a kernel."""
 
-    names: tuple[str, ...] = ()
-    """The linear layers of a SwiGLU."""
+    mlp: MlpLayers | None = None
+    """The layers of an MLP."""
     offset: float = 0.0
     """What a norm adds to its weight; 1 in Gemma."""
     promoted: bool = False
@@ -604,7 +606,7 @@ def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
     outcomes: dict[tuple[str, bool, str], list[tuple[str, Unlike | None]]] = {}
     held: dict[Hashable, type[nn.Module] | Unlike] = {}
     for path, module in model.named_modules():
-        ways = _ways(module, part)
+        ways = _ways(module, part, name)
         if not ways:
             continue
         kind = kind_of(module) if part != "rope" else kind_of_turning(module)
@@ -644,8 +646,8 @@ def _tie(module: nn.Module, part: Part, name: Kernels, way: _Way) -> None:
         embedding.__class__ = TiedEmbedding
 
 
-def _ways(module: nn.Module, part: Part) -> list[_Way]:
-    """How a kernel may say what this module computes; none where it is no such part."""
+def _ways(module: nn.Module, part: Part, name: Kernels = "fused") -> list[_Way]:
+    """How a kernel of this name may say what this module computes; none where it is no such part."""
     if part == "norm":
         held = dict(module.named_parameters())
         bare = (
@@ -665,19 +667,7 @@ def _ways(module: nn.Module, part: Part) -> list[_Way]:
     if part == "loss":
         model_parts = language_model(module)
         return [] if model_parts is None else [_Way(language_model=model_parts)]
-    layers = dict(module.named_children())
-    return [
-        _Way(names=names)
-        for names in SWIGLU_NAMES
-        if all(getattr(getattr(layers.get(name), "weight", None), "ndim", 0) == 2 for name in names)
-        and _shape(layers[names[0]]) == _shape(layers[names[1]]) == _shape(layers[names[2]])[::-1]
-    ]
-
-
-def _shape(layer: nn.Module) -> tuple[int, ...]:
-    weight = layer.weight
-    assert isinstance(weight, Tensor)
-    return tuple(weight.shape)
+    return [_Way(mlp=layers) for layers in mlp_layers(module, gelu=PARTS[part][name].gelu)]
 
 
 def _epsilon_of(module: nn.Module, dtype: torch.dtype) -> float | None:
@@ -725,7 +715,7 @@ def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way])
         return Unlike(why)
     model = ways[0].language_model
     if is_users(name):
-        width = _shape(getattr(module, ways[0].names[0]))[0] if part == "mlp" else weight.shape[-1]
+        width = weight.shape[0 if part == "mlp" else -1]  # the first weight of a SwiGLU is that of gate or up
         of_part = {"norm": (_ROWS, width, 0), "mlp": (_ROWS, width), "rope": (2, 4, 2, 8, _ROWS)}
         sizes = of_part.get(part, (_ROWS, *weight.shape[::-1]))
         require_users_part(name, PartCase(part, sizes), _NAMES[weight.dtype], weight.device)
@@ -740,8 +730,9 @@ def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way])
                 unsqueezes = "unsqueeze_dim" in inspect.signature(function).parameters
                 trials = trials_of_tables(module, function, unsqueezes=unsqueezes, partial=partial)
             else:
-                trials = trials_of_one_tensor(module, _epsilon_of(module, weight.dtype) or 0.0)
-            hold(module, replacement, trials)
+                widths = (weight.shape[-1], weight.shape[-1]) if way.mlp is None else widths_of(module, way.mlp)
+                trials = trials_of_one_tensor(module, _epsilon_of(module, weight.dtype) or 0.0, widths)
+            hold(module, replacement, trials, () if way.mlp is None else way.mlp.after)
         except Unlike as unlike:
             # Without its traceback, which would hold all numbers of the trial.
             nearest = Unlike(unlike.why, unlike.error) if nearest is None or unlike.error < nearest.error else nearest
@@ -756,6 +747,7 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
     """A subclass of a module's class whose forward is the kernel's. It has the same name, so that a model is described
     in the same words, and can be copied and pickled."""
     kernel = part_function(part, name)
+    biased_gelu: Any = getattr(inspect.getmodule(kernel), "biased_gelu", None)
     more: dict[str, Any] = {}
     if way.language_model is not None:
         forward = loss_forward(original.forward, kernel, way.language_model)
@@ -771,8 +763,17 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
                 return original.forward(self, *args, **kwargs)
             if part == "norm":
                 return _norm(kernel, way, self, args[0])
-            gate, up, down = (getattr(self, name) for name in way.names)
-            return down(kernel(gate(args[0]), up(args[0])))
+            assert way.mlp is not None
+            layers = [getattr(self, each) for each in way.mlp.first]
+            if not way.mlp.gelu:
+                states = kernel(*(layer(args[0]) for layer in layers))
+            elif is_linear(layers[0]) and all(map(_only_watched, (layers[0], getattr(self, way.mlp.gelu)))):
+                states = biased_gelu(product_of(layers[0], args[0]), layers[0].bias, tanh=way.mlp.tanh)
+            else:  # an adapter or a hook came later
+                return original.forward(self, args[0])
+            for each in way.mlp.after:
+                states = getattr(self, each)(states)
+            return states
 
         forward = by_kernel
 
@@ -836,7 +837,7 @@ def replace_parts(
     attention: str | None = None,
     projections: str | None = None,
 ) -> Replaced:
-    """Let other kernels compute norms, rope, SwiGLUs and the loss of a model, in place, where they compute the same.
+    """Let other kernels compute norms, rope, MLPs and the loss of a model, in place, where they compute the same.
 
         replaced = stepscope.replace_parts(model, norm="fused", mlp="fused")
         print(replaced)         # what was replaced, what was left, and why
