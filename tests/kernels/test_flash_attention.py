@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -27,6 +28,7 @@ from stepscope.kernels.flash.configuration import (
     default_forward,
     tiles,
 )
+from stepscope.kernels.parts import projections
 from tests.conftest import in_the_interpreter_at_length
 
 pytestmark = pytest.mark.slow
@@ -169,6 +171,71 @@ def test_six_products_of_bf16_are_as_good_as_fp32(way: str, sizes: tuple[int, in
     tensors = inputs(q_shape=(1, 2, queries, head_dim), k_shape=(1, 2 // group, keys, head_dim))
     with tuning_cache.forced(precision="bf16x6"):
         assert_as_good_as_written_out(tensors, **options)
+
+
+def columns_of_rows(tensors: list[Tensor]) -> list[Tensor]:
+    """q, k and v as the columns of one product's rows."""
+    rows = torch.cat([t.transpose(1, 2).flatten(2) for t in tensors], -1)
+    heads = rows.unflatten(-1, (-1, tensors[0].shape[3])).transpose(1, 2)
+    return [t.detach().requires_grad_() for t in heads.split([t.shape[1] for t in tensors], 1)]
+
+
+@pytest.mark.parametrize("kv_heads", [2, *in_the_interpreter_at_length(1)])
+def test_gradients_lie_side_by_side_where_q_k_and_v_do(way: str, kv_heads: int):
+    """Of calls alone, of operators, and of many gradients at once; the same as of tensors apart."""
+    q, k, v, gradient = inputs(q_shape=(2, 2, 20, 16), k_shape=(2, kv_heads, 20, 16))
+    leaves = columns_of_rows([q, k, v])
+    right = ours([q, k, v, gradient], causal=True)
+    for attend in (
+        lambda *t: flash_attention(*t, causal=True), lambda *t: FlashAttention.apply(*t, True),
+        lambda *t: torch.ops.stepscope.flash_attention_forward(*t, True, 0.25, None)[0],
+    ):  # fmt: skip
+        found = torch.autograd.grad(attend(*leaves), leaves, gradient)
+        place = found[0].data_ptr()
+        for got, leaf, name in zip(found, leaves, ("dq", "dk", "dv"), strict=True):
+            torch.testing.assert_close(got, right[name], rtol=1e-4, atol=1e-5)
+            assert got.stride() == leaf.stride() and got.data_ptr() == place
+            place += 4 * got.shape[1] * got.shape[3]
+    many = torch.stack([gradient, 2 * gradient])
+    out, _ = torch.ops.stepscope.flash_attention_forward(*leaves, True, 0.25, None)
+    found = torch.autograd.grad(out, leaves, many, is_grads_batched=True)
+    for got, name in zip(found, ("dq", "dk", "dv"), strict=True):
+        torch.testing.assert_close(got, torch.stack([right[name], 2 * right[name]]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", ["", "aot_eager", "inductor"])
+@pytest.mark.parametrize("kv_heads", [3, 1])
+def test_gradients_of_joint_projections_are_not_copied(kv_heads: int, compiled: str, monkeypatch: pytest.MonkeyPatch):
+    """Unless anything comes between, here the sine of queries: then all are."""
+    x, *weights = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(DEVICE).requires_grad_()
+        for shape in ((2, 9, 10), (3 * 16, 10), (kv_heads * 16, 10), (kv_heads * 16, 10))
+    )
+    copied: list[bool] = []
+
+    def beside(gradients: Any) -> Tensor:
+        before = gradients[0].data_ptr()
+        rows = of_gradients(gradients)
+        copied.append(rows.data_ptr() != before)
+        return rows
+
+    of_gradients = projections._beside
+    monkeypatch.setattr(projections, "_beside", beside)
+
+    def attend(function: Any, turns: bool, *leaves: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (-1, 16)).transpose(1, 2) for each in function(leaves[0], leaves[1:]))
+        return flash_attention(q.sin() if turns else q, k, v, causal=False).square().sum()
+
+    def apart(x: Tensor, weights: Any) -> list[Tensor]:
+        return [F.linear(x, weight) for weight in weights]
+
+    run = torch.compile(attend, fullgraph=True, backend=compiled) if compiled else attend
+    for turns in (False, True):
+        leaves = [x, *weights]
+        found = torch.autograd.grad(run(projections.joint_projections, turns, *leaves), leaves)
+        right = torch.autograd.grad(attend(apart, turns, *leaves), leaves)
+        torch.testing.assert_close(found, right, rtol=1e-3, atol=1e-3)
+    assert copied == [False, True]
 
 
 @pytest.mark.parametrize("head_dim", [16, 24])
@@ -378,6 +445,15 @@ def test_the_operators_keep_the_rules_of_torch_library():
     torch.library.opcheck(
         torch.ops.stepscope.flash_attention_backward.default,
         (gradient, None, *detached, out, logsumexp, True, 0.25, None),
+    )
+    columns = columns_of_rows([q, q, q])
+    torch.library.opcheck(torch.ops.stepscope.flash_attention_forward.default, (*columns, True, 0.25, None))
+    saved = [t.detach() for t in columns]
+    out, logsumexp = torch.ops.stepscope.flash_attention_forward(*saved, True, 0.25, None)
+    torch.library.opcheck(
+        torch.ops.stepscope.flash_attention_backward.default,
+        (gradient, None, *saved, out, logsumexp, True, 0.25, None),
+        {"width": 3 * 2 * 16},
     )
 
 

@@ -48,7 +48,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("way", ["hopper", "hopper, grouped and strided", "pointers", "descriptors", "joint"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "hopper", "hopper, grouped and strided", "hopper, side by side", "pointers, side by side", "pointers",
+        "descriptors", "joint",
+    ],
+)  # fmt: skip
 def test_kernels_get_what_triton_gives_them(found: dict[str, Any], way: str):
     """All but addresses; those of tensors that a caller sees are the caller's, others are the same in each launch."""
     launches = found["same"][way]

@@ -22,7 +22,7 @@ from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.fake_module import estimate_by_running
 from stepscope.recording.as_on_cuda import _IN_FP32, AsOnCuda, AttentionBackend, chosen_backend
 from stepscope.recording.driven import observe_step
-from stepscope.recording.fake_memory import FakeMemory, FakeMemoryOfOwn
+from stepscope.recording.fake_memory import _TAKES_OF_OTHERS, FakeMemory, FakeMemoryOfOwn
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, mini
 from tests.cpu_allocations import allocated_bytes
@@ -524,6 +524,19 @@ def test_a_compiled_step_is_refused():
 def test_attention_that_a_gpu_refuses_is_refused():
     with pytest.raises(InputError, match="does not run in fp32"):
         estimate_by_running(mini(attention="sdpa-flash"))
+
+
+def test_gradients_of_joint_projections_are_copied_unless_they_lie_side_by_side():
+    def taken(*dys: torch.Tensor) -> int:
+        return _TAKES_OF_OTHERS["stepscope::joint_projections_backward"](dys, x, weights, torch.float32)
+
+    with FakeTensorMode():
+        x, weights = torch.empty(8, 4), [torch.empty(width, 4) for width in (6, 2)]
+        first, second = torch.empty(8, 8).split([6, 2], 1)
+        copied, always = 8 * 8 * 4, 8 * 4 * 4 + 8 * 4 * 4
+        assert taken(first, second) == always
+        for dys in ((second, first), (first, second.clone()), (first.contiguous(), second)):
+            assert taken(*dys) == copied + always
 
 
 def test_sizes_beyond_counting_are_refused():

@@ -344,6 +344,8 @@ def test_joint_projections_and_another_attention_train_a_user_s_model_alike(tmp_
     first: Any = swapped.model.get_submodule("model.layers.0.self_attn")
     q, k = first.q_proj.weight, first.k_proj.weight
     assert k.data_ptr() == q.data_ptr() + q.nbytes, "one product reads them"
+    q, k = first.q_proj.bias, first.k_proj.bias
+    assert k.data_ptr() == q.data_ptr() + q.nbytes, "and adds these"
     assert not first.q_proj.joint.apart
     assert [str(one) for one in swapped.found] == [
         "attention sdpa: 2 LlamaAttention replaced",

@@ -834,16 +834,18 @@ def _dequantised(rows: Tensor, _: Tensor, shape: Sequence[int], scales: Tensor, 
 
 
 def _joined(x: Tensor, weights: Sequence[Tensor], _biases: Sequence[Tensor]) -> int:
-    """Bytes that a product of joint projections has beside its operands: the weights in its dtype, where that is
-    another one, and its output, which is counted after it (kernels/parts/projections.py)."""
+    """Bytes of the weights that a product of joint projections casts, and of its output, which is counted after it."""
     numbers = sum(weight.numel() for weight in weights)
     outputs = x.numel() // x.shape[-1] * numbers // x.shape[-1]
     return (numbers + outputs) * x.itemsize if weights[0].dtype != x.dtype else 0
 
 
 def _joined_backward(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], *_: Any) -> int:
-    """Bytes of the gradients side by side, of that of x, and of the weights' gradient, before which they were cast."""
-    return sum(dy.nbytes for dy in dys) + x.nbytes + sum(weight.numel() for weight in weights) * x.itemsize
+    """Bytes of the gradients side by side, if they do not lie so, of x's, and of the weights' before its cast."""
+    *starts, width = itertools.accumulate((dy.shape[1] for dy in dys), initial=0)
+    rows = {(storage_of(dy), dy.stride(), dy.storage_offset() - start) for dy, start in zip(dys, starts, strict=True)}
+    copied = sum(dy.nbytes for dy in dys) if len(rows) > 1 or dys[0].stride(0) != width else 0
+    return copied + x.nbytes + sum(weight.numel() for weight in weights) * x.itemsize
 
 
 _TAKES_OF_OTHERS: dict[str, Callable[..., int]] = {

@@ -49,13 +49,16 @@ def way(kind: Way, *, tma: bool = False, hopper: bool = False) -> _Way:
 class Call:
     """Queries, keys, values and a gradient, and forward and backward over them."""
 
-    def __init__(self, heads: int = 2, kv_heads: int = 2, *, strided: bool = False) -> None:
+    def __init__(self, heads: int = 2, kv_heads: int = 2, *, strided: bool = False, side_by_side: bool = False) -> None:
         def made(heads: int) -> Tensor:
             if strided:
                 return torch.zeros(1, 96, heads, 64, dtype=torch.bfloat16).transpose(1, 2)
             return torch.zeros(1, heads, 96, 64, dtype=torch.bfloat16)
 
-        self.q, self.k, self.v = (made(n).requires_grad_() for n in (heads, kv_heads, kv_heads))
+        counts = (heads, kv_heads, kv_heads)
+        self.side_by_side = side_by_side
+        tensors = made(sum(counts)).split(counts, 1) if side_by_side else map(made, counts)
+        self.q, self.k, self.v = (tensor.detach().requires_grad_() for tensor in tensors)
         self.gradient = torch.zeros_like(self.q)
 
     def forward(self, **more: Any) -> Tensor:
@@ -64,7 +67,12 @@ class Call:
     def run(self, gradient: Tensor | None = None, **more: Any) -> Tensor:
         self.q.grad = self.k.grad = self.v.grad = None
         out = self.forward(**more)
-        out.backward(self.gradient if gradient is None else gradient)
+        gradient = self.gradient if gradient is None else gradient
+        if self.side_by_side:  # autograd copies what it keeps for parts of a tensor
+            of = self.q, self.k, self.v
+            self.q.grad, self.k.grad, self.v.grad = torch.autograd.grad(out, of, gradient)
+        else:
+            out.backward(gradient)
         return out
 
     def seen(self, out: Tensor) -> set[int]:
@@ -77,8 +85,8 @@ def addresses_in(kept: Kept, launch: dict[str, Any]) -> dict[int, int]:
     """By tensor of the call its address in a launch's parameters."""
     at = {place: number for number, place in enumerate(launch["places"])}
     return {
-        tensor: int.from_bytes(kept.parameters[at[place]][:8], "little")
-        for place, tensor, _ in (*launch["addresses"], *launch["descriptors"])
+        tensor: int.from_bytes(kept.parameters[at[place]][:8], "little") - offset
+        for place, tensor, offset in (*launch["addresses"], *launch["descriptors"])
     }
 
 
@@ -135,6 +143,8 @@ def same(fake: Fake, chosen: _Way, call: Call) -> dict[str, Any]:
     first = addresses_in(of_cpp[0], forward[0])
     # In forward: q, k, v, out, logsumexp. In backward: gradient, q, k, v, out, logsumexp, dq, dk, dv, buffers.
     named = [call.gradient, call.q, call.k, call.v, out, None, call.q.grad, call.k.grad, call.v.grad]
+    if call.side_by_side:  # in place of the last three there is what has them as its columns
+        del named[7:]
     right = all(
         address == {named[tensor].data_ptr()}  # pyright: ignore[reportOptionalMemberAccess]
         for tensor, address in together.items()
@@ -411,6 +421,8 @@ def main(folder: str) -> None:
     chosen = {
         "hopper": (way("apart", hopper=True), Call()),
         "hopper, grouped and strided": (way("apart", hopper=True), Call(4, 2, strided=True)),
+        "hopper, side by side": (way("apart", hopper=True), Call(4, 2, strided=True, side_by_side=True)),
+        "pointers, side by side": (way("apart"), Call(strided=True, side_by_side=True)),
         "pointers": (way("apart"), Call()),
         "descriptors": (way("apart", tma=True), Call()),
         "joint": (way("joint"), Call()),

@@ -13,6 +13,9 @@ run in autocast's dtype, like PyTorch's attention.
 Forward is deterministic. Backward is deterministic unless its kernels sum dQ in memory, in an order that differs
 between runs: the kernels for Hopper (16 bits, head_dim 64 to 128 in steps of 8, no slopes, bias or dropout), and a
 `fused` backward if chosen. Neither runs under `torch.use_deterministic_algorithms(True)`, unless it is forced.
+
+Where q, k and v are the columns of one product's rows, as of joint projections (parts/projections.py), their gradients
+are such columns, too, of rows that the product's backward takes as they are.
 """
 
 import functools
@@ -126,8 +129,9 @@ def _forward(
         and _as_given(tensors, q, k, v)
     ):
         recorded_launches.teach_native(
-            q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(), key=key
-        )
+            q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(), key=key,
+            by_python=functools.partial(_by_operator, causal, scale),
+        )  # fmt: skip
     return out, logsumexp
 
 
@@ -151,14 +155,18 @@ def _backward(
     logsumexp: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None,
     softcap: float | None = None, sinks: Tensor | None = None, slopes: Tensor | None = None,
     bias: Tensor | None = None, dropout: float = 0.0, seeds: Tensor | None = None,
-    of_slopes: bool = False, of_bias: bool = False,
+    of_slopes: bool = False, of_bias: bool = False, width: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    """All gradients. With a width, those of q, k and v are the columns of rows of so many numbers, the first result."""
     launch, recorded_launches, tuning = _launching()
     window = _needed(window, q, k, causal)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    first = dq, dk, dv = _empty_gradients(q, k, v, width)
+    rows = dq if width else None
+    if rows is not None:
+        dq, dk, dv = _columns(rows, q, k)
     of_scores = _like_scoring(q, sinks, slopes if of_slopes else None, bias if of_bias else None)
     if q.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), *(each.zero_() for each in of_scores)
+        return *(each.zero_() for each in first), *(each.zero_() for each in of_scores)
     targets = (_dense_target(dq), _dense_target(dk), _dense_target(dv))
     configuration = tuning.backward_configuration(
         q, causal=causal, dropout=seeds is not None, scored=_scored(softcap, slopes, bias)
@@ -217,6 +225,7 @@ def _backward(
         window,
         softcap,
         dropout,
+        width,
         tuning.state(q),
     )
     recorded_launches.run(key, tensors, call)
@@ -229,7 +238,8 @@ def _backward(
         recorded_launches.teach_native(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(),
             key=_forward_key(q, k, v, (causal, scale, window, None, 0.0, (), tuning.state(q))),
-            backward=recorded_launches.Backward(key, gradient, (dq, dk, dv), statistics, sums),
+            by_python=functools.partial(_by_operator, causal, scale),
+            backward=recorded_launches.Backward(key, gradient, rows, (dq, dk, dv), statistics, sums),
         )  # fmt: skip
     if sinks is not None:
         of_scores[0].copy_(_sinks_gradient(statistics, sinks, q))
@@ -240,7 +250,7 @@ def _backward(
             of_scores[1].copy_(-(by_distance * far).sum(1))
         if "of_bias" not in given and of_bias:
             of_scores[2].copy_(by_distance)
-    return dq, dk, dv, *of_scores
+    return *first, *of_scores
 
 
 def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
@@ -275,11 +285,55 @@ def _like_gradients(
     _: Tensor, __: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool,
     scale: float, window: int | None, bounds: Tensor | None = None, softcap: float | None = None,
     sinks: Tensor | None = None, slopes: Tensor | None = None, bias: Tensor | None = None, dropout: float = 0.0,
-    seeds: Tensor | None = None, of_slopes: bool = False, of_bias: bool = False,
+    seeds: Tensor | None = None, of_slopes: bool = False, of_bias: bool = False, width: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Empty gradients of a backward pass: of q, k, v, the sinks, the slopes and the bias."""
     of_scores = _like_scoring(q, sinks, slopes if of_slopes else None, bias if of_bias else None)
-    return *map(torch.empty_like, (q, k, v)), *of_scores
+    return *_empty_gradients(q, k, v, width), *of_scores
+
+
+def _empty_gradients(q: Tensor, k: Tensor, v: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the gradients of q, k and v; with a width, as the columns of the first result's rows."""
+    if width:
+        return q.new_empty(q.shape[0], q.shape[2], width), q.new_empty(0), q.new_empty(0)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _row_width(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """The numbers of the rows whose columns q, k and v are, and nobody else; 0 where they are not.
+
+    By strides alone, which a compiler knows. Columns of several such products have gradients in rows of their own,
+    which hold no more than the three.
+    """
+    head_dim, width = q.shape[3], (q.shape[1] + 2 * k.shape[1]) * q.shape[3]
+    alike = q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, width, 1)
+    return width if alike and q.shape[2] == k.shape[2] else 0
+
+
+def _columns(rows: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The columns of rows (B, S, width) as heads like q, those after them as heads like k, and once more."""
+    heads = rows.view(q.shape[0], q.shape[2], -1, q.shape[3]).transpose(1, 2)
+    of_q, of_k, of_v = heads.split([q.shape[1], k.shape[1], k.shape[1]], dim=1)
+    return of_q, of_k, of_v
+
+
+def _side_by_side(backward: Callable[..., Sequence[Tensor]], *inputs: Any) -> Sequence[Tensor]:
+    """The results of a backward pass, of which those of q, k and v lie side by side where these do.
+
+    The operator returns their rows, since a compiler takes its results for tensors apart.
+    """
+    q, k, v = inputs[2:5]
+    width = _row_width(q, k, v)
+    if not width:
+        return backward(*inputs)
+    rows, _, _, *of_scores = backward(*inputs, width=width)
+    return *_columns(rows, q, k), *of_scores
+
+
+def _by_operator(causal: bool, scale: float, gradient: Tensor | None, *saved: Tensor) -> Sequence[Tensor]:
+    """The gradients of a plain call by the operator, of the output's gradient and of what forward saved."""
+    run = torch.ops.stepscope.flash_attention_backward
+    return _side_by_side(run, gradient, None, *saved, causal, scale, None, None)
 
 
 _SCORING = (
@@ -294,7 +348,8 @@ define(
 )
 define(
     "flash_attention_backward(Tensor gradient, Tensor? logsumexp_gradient, Tensor q, Tensor k, Tensor v, Tensor out,"
-    f" Tensor logsumexp, bool causal, float scale, int? window, {_SCORING}, bool of_slopes=False, bool of_bias=False)"
+    f" Tensor logsumexp, bool causal, float scale, int? window, {_SCORING}, bool of_slopes=False, bool of_bias=False,"
+    " SymInt width=0)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _backward,
     _like_gradients,
@@ -312,7 +367,8 @@ def _autograd(ctx: Any, gradient: Tensor | None, logsumexp_gradient: Tensor | No
         if logsumexp_gradient is None:
             return (None,) * len(ctx.needs_input_grad)
         gradient = torch.zeros_like(ctx.saved_tensors[3])
-    return _all_gradients(ctx, torch.ops.stepscope.flash_attention_backward, gradient, logsumexp_gradient)
+    run = functools.partial(_side_by_side, torch.ops.stepscope.flash_attention_backward)
+    return _all_gradients(ctx, run, gradient, logsumexp_gradient)
 
 
 def _all_gradients(ctx: Any, backward: Callable[..., Sequence[Tensor]], *upstream: Tensor | None) -> Any:
@@ -482,11 +538,9 @@ def _gradients(
     window: int | None, *scoring: Any,
 ) -> Sequence[Tensor]:  # fmt: skip
     # With gradients enabled, this backward is itself differentiated. The operator then raises, since it cannot be.
-    if torch.is_grad_enabled() or watched(q, k, v) or type(gradient) is not Tensor:
-        return torch.ops.stepscope.flash_attention_backward(
-            gradient, None, q, k, v, out, logsumexp, causal, scale, window, *scoring
-        )[:3]
-    return _backward(gradient, None, q, k, v, out, logsumexp, causal, scale, window, *scoring)[:3]
+    apart = torch.is_grad_enabled() or watched(q, k, v) or type(gradient) is not Tensor
+    run = torch.ops.stepscope.flash_attention_backward if apart else _backward
+    return _side_by_side(run, gradient, None, q, k, v, out, logsumexp, causal, scale, window, *scoring)[:3]
 
 
 class _Direct(torch.autograd.Function):

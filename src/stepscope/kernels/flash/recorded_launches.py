@@ -238,6 +238,8 @@ class Backward(NamedTuple):
 
     key: Hashable
     gradient: Tensor
+    rows: Tensor | None
+    """What has the results as its columns, if anything has."""
     gradients: tuple[Tensor, Tensor, Tensor]
     statistics: Tensor
     sums: Tensor | None
@@ -255,26 +257,17 @@ def _options(causal: bool, scale: float, configuration: int) -> tuple[int, ...]:
 
 def teach_native(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, *, causal: bool, scale: float, configuration: int,
-    key: Hashable, backward: Backward | None = None,
+    key: Hashable, by_python: Callable[..., Sequence[Tensor]], backward: Backward | None = None,
 ) -> None:  # fmt: skip
-    """Teach the launcher a call whose launches are recorded under the keys: forward alone, or both passes."""
+    """Teach the launcher a call whose launches are recorded under the keys: forward alone, or both passes.
+
+    by_python: makes the gradients of the output's gradient and what was saved.
+    """
     of_call = ATTENTION.key((q, k, v), _options(causal, scale, configuration))
     if not native.may_learn(of_call + (b"both" if backward else b"forward")):
         return
-
-    def by_python(gradient: Tensor | None, *saved: Tensor) -> tuple[Tensor, ...]:
-        return torch.ops.stepscope.flash_attention_backward(gradient, None, *saved, causal, scale, None, None)
-
-    out_layout, allocated = layout_of(out), [layout_of(out), layout_of(logsumexp)]
-    ran = _pass(key, allocated, [(_OUT, out_layout)])
-    of_backward = None
-    if backward is not None:
-        buffers = [backward.statistics, *([] if backward.sums is None else [backward.sums])]
-        results = [layout_of(each) for each in backward.gradients]
-        # Before what backward makes come the gradient and what forward saved: q, k, v, out, logsumexp.
-        of_backward = _pass(
-            backward.key, [*results, *map(layout_of, buffers)], [(6 + i, each) for i, each in enumerate(results)]
-        )
+    ran = _pass(key, [layout_of(out), layout_of(logsumexp)], [*map(Place, range(5))], {_OUT: out})
+    of_backward = None if backward is None else _backward_pass(backward)
     if ran is None or (backward is not None and of_backward is None):
         return
     forward = Forward(
@@ -293,27 +286,51 @@ def teach_native(
     )
 
 
-def _pass(key: Hashable, allocations: list[native.Layout], results: list[tuple[int, native.Layout]]) -> Pass | None:
-    """A recorded pass; None where there is no recording, or its launches are of a kind that is not known."""
+def _backward_pass(backward: Backward) -> Pass | None:
+    buffers = [backward.statistics, *([] if backward.sums is None else [backward.sums])]
+    # Before what backward makes come the gradient and what forward saved: q, k, v, out, logsumexp.
+    places, made = [*map(Place, range(6))], [*backward.gradients]
+    if backward.rows is None:
+        places += map(Place, range(6, 9))
+    else:
+        places += (Place(6, int(each.storage_offset()) * each.element_size()) for each in backward.gradients)
+        made = [backward.rows]
+    places += map(Place, range(6 + len(made), 6 + len(made) + len(buffers)))
+    results = dict(enumerate(backward.gradients, 6))
+    return _pass(backward.key, [layout_of(each) for each in (*made, *buffers)], places, results)
+
+
+def _pass(key: Hashable, made: list[native.Layout], places: list[Place], results: dict[int, Tensor]) -> Pass | None:
+    """A recorded pass; None where there is no recording, or its launches are of a kind that is not known.
+
+    places: where the tensors of the recording lie, in those that the pass is given and makes. results: by such number.
+    """
     recording = _recordings.get(key)
     if recording is None:
         return None
     launches = [
-        native.launch_of(compiled, grid, _placed(template, operands))
+        native.launch_of(compiled, grid, _placed(template, operands, places))
         for compiled, grid, template, operands in recording.launches
     ]
     if any(each is None for each in launches):
         return None
     return Pass(
-        made=allocations,
+        made=made,
         launches=[each for each in launches if each is not None],
-        results=[(number, 0, layout) for number, layout in results],
+        results=[
+            (places[number].tensor, places[number].offset // each.element_size(), layout_of(each))
+            for number, each in results.items()
+        ],
     )
 
 
-def _placed(template: list[object], operands: list[Operand]) -> list[Any]:
-    """The arguments of a recorded launch, with the tensors' numbers in their places."""
+def _placed(template: list[object], operands: list[Operand], places: list[Place]) -> list[Any]:
+    """The arguments of a recorded launch, with the tensors' places for them."""
     arguments = list(template)
     for at, number, descriptor in operands:
-        arguments[at] = Place(number) if descriptor is None else Described(number, *descriptor)
+        place = places[number]
+        if descriptor is None:
+            arguments[at] = place
+        elif not place.offset:  # else there is no argument, and the launch is none that is known
+            arguments[at] = Described(place.tensor, *descriptor)
     return arguments
