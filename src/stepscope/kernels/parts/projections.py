@@ -13,10 +13,10 @@ products fill a GPU better, the sum over projections is made inside one product,
 The biases' gradients are one sum of dy (`column_sums`), made from the rows that the products take.
 
 W is no copy where the weights lie one behind the other in memory (`lie_together`), nor is b; elsewhere they are put
-together first. Neither is dy where the gradients lie side by side, as the fused SwiGLU leaves them; else the operator
-copies them, and of those beside a fused rotation's the value's alone (`leave_room`). A compiler that fused this copy
-with what makes the gradients would compute all of them for each number of dy, and choose one. The results are views of
-y, so as long as one is kept, all are. Under autocast W is cast in forward and again in backward.
+together first. Neither is dy where the gradients lie side by side, as the fused SwiGLU and flash attention leave them;
+else the operator copies them, and of those beside a fused rotation's the value's alone (`leave_room`). A compiler that
+fused this copy with what makes the gradients would compute all of them for each number of dy, and choose one. The
+results are views of y, so as long as one is kept, all are. Under autocast W is cast in forward and again in backward.
 
     patch_products(x, W, b)  ->  the convolution of x (..., C, H, W) whose stride is its kernel (p, q), as one product
 
@@ -117,8 +117,8 @@ def _fake_gradients(
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """The sum (N) of x (R, N) over its rows, whose numbers lie side by side, in fp32 (in fp64 for fp64). The same input
-    gives the same bits."""
+    """The sum (N) of x (R, N) over its rows, whose numbers lie side by side, in fp32 (in fp64 for fp64); on a CPU as
+    PyTorch rounds it to the dtype of x. The same input gives the same bits."""
     return torch.ops.stepscope.column_sums(x) if watched(x) else _column_sums(x)
 
 
