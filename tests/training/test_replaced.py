@@ -127,6 +127,21 @@ def test_gelu_of_a_linear_layer_is_replaced_with_its_bias(tanh: bool, autocast: 
     assert len(seen) == 3 and float((hooked[0] - before[0]).norm()) <= 1e-2 * float(before[0].norm())
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norms_are_replaced(bias: bool, autocast: bool):
+    model = net(nn.LayerNorm(12, eps=1e-3, bias=bias), nn.LayerNorm(12, elementwise_affine=False))
+    before = gradients(model, autocast=autocast)
+    replaced = replace_parts(model, norm="fused")
+    assert [(each.type, each.modules) for each in replaced.found] == [("LayerNorm", 1)] and not replaced.left
+    after = gradients(model, autocast=autocast)
+    assert after[0].dtype == before[0].dtype
+    for one, other in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
+        assert float((one - other).norm()) <= (2e-2 if autocast else 1e-5) * float(other.norm())
+    with pytest.raises(InputError, match="norm compiled replaces nothing in Sequential: it has no RMSNorm"):
+        replace_parts(net(nn.LayerNorm(12)), norm="compiled")
+
+
 def test_other_activations_and_dropouts_that_are_not_called_keep_their_code():
     for act in (nn.ReLU(), nn.SiLU(), nn.GELU(), nn.PReLU(), "gelu"):
         if isinstance(act, nn.GELU):
@@ -242,7 +257,7 @@ def test_what_is_compiled_is_held_by_its_formula():
 
 def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InputError, match="norm fused replaces nothing in Sequential: it has no RMSNorm"):
-        replace_parts(net(nn.LayerNorm(12, bias=False)), norm="fused")
+        replace_parts(net(nn.LayerNorm(12, elementwise_affine=False)), norm="fused")
     with pytest.raises(InputError, match="replace_parts needs a part"):
         replace_parts(net())
     if DEVICE.type == "cpu":
@@ -258,7 +273,7 @@ def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch):
         ("Llama", {"RMSNorm": True, "Attention": True, "MLP": True, "ForCausalLM": True}),
         *at_length(("Qwen2", {"RMSNorm": True, "Attention": True, "MLP": True, "ForCausalLM": True})),
         ("Gemma", {"RMSNorm": True, "Attention": True, "MLP": False, "ForCausalLM": True}),
-        ("GPT2", {"MLP": True, "LMHeadModel": True}),
+        ("GPT2", {"LayerNorm": True, "MLP": True, "LMHeadModel": True}),
     ],
 )
 def test_hugging_faces_models(kind: str, said: dict[str, bool]):

@@ -74,8 +74,9 @@ class Net(nn.Module):
     def __init__(self, norms, activations):
         super().__init__()
         self.embed, self.head = nn.Embedding(48, 16), nn.Linear(16, 48, bias=False)
+        bare = lambda: nn.LayerNorm(16, elementwise_affine=False)
         self.blocks = nn.ModuleList(
-            Block(nn.RMSNorm(16, eps=1e-5) if norms else nn.LayerNorm(16), SwiGLU(act)) for act in activations
+            Block(nn.RMSNorm(16, eps=1e-5) if norms else bare(), SwiGLU(act)) for act in activations
         )
     def forward(self, tokens):
         x = self.embed(tokens)

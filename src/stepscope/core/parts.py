@@ -429,6 +429,8 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a loss takes a bias, and computes nothing of rows without a label: those of a masked language model."""
     gelu: bool = False
     """Whether an MLP's kernels compute GELU of a linear layer, too, in models of others."""
+    layer_norm: bool = False
+    """Whether a norm's kernels compute LayerNorm, too, in models of others."""
     own_gradients: bool = False
     """Whether nobody else holds the gradients that a loss gives, so that a tied embedding may add its own in place."""
     any_tables: bool = False
@@ -483,7 +485,7 @@ def _fused(
         function=f"stepscope.kernels.parts.{function}", dtypes=_FUSED, package="triton", interpreted=True,
         saves=saves, predicted=True, signs=rf"^(?:stepscope::)?(?:{signs})", operators=True,
         largest_width=largest_width, few_labels=of_models, own_gradients=of_models, any_tables=of_models,
-        gelu=of_models,
+        gelu=of_models, layer_norm=of_models,
     )  # fmt: skip
 
 
@@ -514,8 +516,11 @@ _PARTS: dict[Part, dict[Kernels, PartRecord]] = {
         "reference": PartRecord(function="", saves="x and x / rms in fp32, 2 R M; rms, R"),
         "compiled": _compiled("rms_norm", "what the compiler keeps: the sum, R M, and 1 / rms, R"),
         "fused": _fused(
-            "norm:rms_norm", "the sum x + branch, R M, which the residual stream keeps anyway; 1 / rms in fp32, R",
-            "rms_norm_(?:forward|backward|shares)$", largest_width=32768,
+            "norm:rms_norm",
+            "the sum x + branch, R M, which the residual stream keeps anyway; 1 / rms in fp32, R; of LayerNorm the "
+            "mean, too, R",
+            "rms_norm_(?:forward|backward|shares)$|layer_norm_(?:forward|backward)$", largest_width=32768,
+            of_models=True,
         ),
         "liger": _liger("rms_norm", "the sum, R M; 1 / rms, R", r"^_(?:block_)?rms_norm_(?:forward|backward)_kernel"),
         "quack": _quack("rms_norm", "the sum, R M; 1 / rms in fp32, R", "quack(?:::_?)?rmsnorm"),

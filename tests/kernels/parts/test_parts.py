@@ -20,7 +20,7 @@ from stepscope.core.parts import TensorDtype
 from stepscope.kernels.parts import loss as of_loss
 from stepscope.kernels.parts.loss import linear_cross_entropy
 from stepscope.kernels.parts.mlp import biased_gelu, silu_product
-from stepscope.kernels.parts.norm import rms_norm
+from stepscope.kernels.parts.norm import layer_norm, rms_norm
 from stepscope.kernels.parts.rope import rotated
 from stepscope.training.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
 from tests.conftest import in_the_interpreter_at_length
@@ -52,6 +52,43 @@ def test_a_part_passes_the_gate(case: PartCase, dtype: TensorDtype):
 def test_a_part_passes_the_gate_at_the_sizes_of_models(case: PartCase, dtype: TensorDtype):
     (verdict,) = check_part("fused", [case], [dtype], DEVICE)
     assert verdict.passed, verdict.reason
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(1, 5), (3, 7, 33), (70, 700), (3, 5000)])
+def test_layer_norm_is_pytorchs(sizes: tuple[int, ...], dtype: torch.dtype, biased: bool):
+    """Of a view of wider rows far from zero; the gradients of weight and bias are sums over several programs. With the
+    sum before it, and the gradient that comes by that, the operators give what the pieces give."""
+    wide, weight, bias = (
+        normal(*sizes[:-1], sizes[-1] + 8, dtype=dtype),
+        *(normal(sizes[-1], dtype=dtype, seed=i) for i in (1, 2)),
+    )
+    wide.data += 3.0
+    dy, dtotal = (normal(*sizes, dtype=dtype, seed=i).detach() for i in (3, 4))
+    x, parameters = wide[..., 8:], [weight, bias] if biased else [weight]
+
+    def results(leaves: list[Tensor], *, formula: bool) -> list[Tensor]:
+        x, weight, *rest = leaves
+        bias = rest[0] if rest else None
+        out = F.layer_norm(x, sizes[-1:], weight, bias) if formula else layer_norm(x, weight, bias, 1e-5)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dy.to(out.dtype))]
+
+    exact = results([each.detach().double().requires_grad_() for each in (x, *parameters)], formula=True)
+    unit = torch.finfo(dtype).eps / 2 * (2 if DEVICE.type == "cpu" else 1)  # the interpreter cuts bf16 off
+    found = results([x, *parameters], formula=False)
+    for ours, right in zip(found, exact, strict=True):
+        assert ours.dtype == dtype and float((ours - right).norm()) <= 6 * unit * max(float(right.norm()), 1.0)
+    branch = normal(*sizes, dtype=dtype, seed=5).detach()
+    y, total, means, roots = torch.ops.stepscope.layer_norm_forward(
+        x, branch, weight, bias if biased else None, 1e-5, dtype
+    )
+    assert torch.equal(y, layer_norm(total, weight, bias if biased else None, 1e-5))
+    assert float((total - (x.double() + branch.double())).norm()) <= 2 * unit * float(total.double().norm())
+    apart = torch.ops.stepscope.layer_norm_backward(dy, None, total, weight, means, roots, dtype, biased)
+    summed = torch.ops.stepscope.layer_norm_backward(dy, dtotal, total, weight, means, roots, dtype, biased)
+    assert torch.equal(apart[1], summed[1])
+    assert float((summed[0] - apart[0] - dtotal).double().norm()) <= 6 * unit * float(summed[0].double().norm())
 
 
 @pytest.mark.parametrize("tanh", [False, True])
@@ -332,7 +369,7 @@ def test_tensors_without_rows(shape: tuple[int, ...]):
     x, weight = normal(*shape), normal(4)
     summed, out = rms_norm(x, x * 2, weight, 1e-5)
     assert summed.shape == out.shape == shape
-    mlps = silu_product(x, x).sum() + biased_gelu(x, weight).sum()
+    mlps = silu_product(x, x).sum() + biased_gelu(x, weight).sum() + layer_norm(x, weight, weight, 1e-5).sum()
     gradients = torch.autograd.grad((out.sum() + summed.sum() + mlps), [x, weight])
     assert gradients[0].shape == shape and gradients[1].eq(0).all()
     q = normal(0, 2, 3, 4)
@@ -361,6 +398,7 @@ def test_under_autocast_outputs_have_its_dtype_and_gradients_their_inputs():
         (lambda: rotated(*[normal(2, 2, 3, 4)] * 2, *[normal(3, 3, 4)] * 2), r"tables \(S or more, D\), or"),
         (lambda: silu_product(normal(2, 4), normal(2, 5)), "mlp fused takes gate and up"),
         (lambda: silu_product(normal(2).int(), normal(2).int()), "mlp fused takes fp32, bf16, fp16 or fp64, not int32"),
+        (lambda: layer_norm(normal(2, 4), normal(4), normal(5), 1e-5), r"norm fused takes x .* and a bias \(M\)"),
         (lambda: biased_gelu(normal(2, 4), normal(5)), r"mlp fused takes h \(..., F\) and a bias \(F\), not"),
         (lambda: linear_cross_entropy(normal(2, 4), normal(5, 4), torch.zeros(3)), "loss fused takes x"),
         (lambda: linear_cross_entropy(normal(2, 4), normal(5, 4), torch.zeros(2).to(DEVICE)), "targets of int64 or"),
@@ -392,6 +430,7 @@ def test_a_compiler_takes_every_part_without_a_graph_break():
         q, k = rotated(heads, heads * 2, cos, sin)
         mixed = silu_product(q, k).transpose(1, 2).flatten(-2) + rms_norm(summed, None, weight, 1e-5)[1]
         mixed = mixed + biased_gelu(mixed, weight) + biased_gelu(mixed, tanh=True)
+        mixed = mixed + layer_norm(mixed, weight, weight * 2, 1e-5) + layer_norm(mixed, weight, None, 1e-5)
         of_few = linear_cross_entropy(summed, head, targets, head.sum(1), few_labels=True)
         return linear_cross_entropy(mixed, head, targets) + of_few
 

@@ -1,7 +1,8 @@
-"""RMSNorm with the residual sum before it, forward and backward in Triton.
+"""RMSNorm and LayerNorm with the residual sum before them, forward and backward in Triton.
 
     rms_norm(x, None, weight, epsilon)      -> x, y
     rms_norm(x, branch, weight, epsilon)    -> s, y          s = x + branch, and y of s
+    layer_norm(x, weight, bias, epsilon)    -> y
 
 For a row x of M numbers, r = 1 / sqrt(mean(x^2) + epsilon), n = x r and y = n w. With g = dy w:
 
@@ -16,12 +17,20 @@ Autograd keeps s (or x) and r. Forward reads x and branch once and writes s and 
 programs, each over rows a fixed distance apart. Each sums its own share of dw, and the shares are added afterwards, so
 that the same input gives the same bits.
 
+LayerNorm takes the mean m of a row from it first: with n = (x - m) r and r of x - m, y = n w + b, and
+
+    dx = r (g - mean(g) - n mean(g n))        db = sum over rows of dy
+
+Its kernels take several short rows at a time, since the sums of a row wait for all its threads. A compiler that finds
+the residual sum before it, or its gradient behind it, hands them to the operators (`norms_with_their_sums`).
+
     fill_sums(x, out)       out = the sum of x (R, N) over its rows
 
 is the gradient of a bias (`column_sums` of projections.py), added up in chunks of rows and then over these.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -41,8 +50,8 @@ _CHUNK, _LAST = (32, 128), (128, 32)
 have whole lines of memory, and narrow ones give the few rows of the latter to more programs."""
 _FEW_ROWS = 256
 """Rows up to which one launch adds them up: two take longer than it does."""
-_PROGRAMS = 132 * 8
-"""About how many programs add up chunks: as many as run at a time on a large GPU."""
+_PROGRAMS = 132 * 4
+"""About how many programs add up chunks: four for each multiprocessor of a large GPU."""
 
 
 @triton.jit
@@ -115,11 +124,73 @@ def sum_rows(
     chunk = tl.program_id(1).to(tl.int64)
     inside = column < width
     total = tl.zeros((ROWS, COLUMNS), WIDE)
-    for first in range(0, share, ROWS):
+    for first in tl.range(0, share, ROWS, num_stages=3):  # loads ahead, as a sum waits for nothing else
         row = chunk * share + first + tl.arange(0, ROWS)
         here = (row < rows)[:, None] & inside[None, :]
         total += tl.load(x + row[:, None] * x_stride + column[None, :], mask=here, other=0.0).to(WIDE)
     tl.store(out + chunk * width + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def layer_norm_forward(
+    x, branch, total, weight, bias, y, means, roots, x_stride, branch_stride, rows, width, epsilon,
+    ADDS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    within = column < width
+    inside = (row < rows)[:, None] & within
+    values = tl.load(x + row[:, None] * x_stride + column, mask=inside, other=0.0).to(WIDE)
+    if ADDS:
+        values += tl.load(branch + row[:, None] * branch_stride + column, mask=inside, other=0.0).to(WIDE)
+        rounded = values.to(total.dtype.element_ty)
+        tl.store(total + row[:, None] * width + column, rounded, mask=inside)
+        values = rounded.to(WIDE)
+    mean = tl.sum(values, 1) / width
+    values = tl.where(within, values - mean[:, None], 0.0)
+    root = tl.rsqrt(tl.sum(values * values, 1) / width + epsilon)
+    tl.store(means + row, mean, mask=row < rows)
+    tl.store(roots + row, root, mask=row < rows)
+    values *= root[:, None] * tl.load(weight + column, mask=within, other=0.0).to(WIDE)
+    if BIASED:
+        values += tl.load(bias + column, mask=within, other=0.0).to(WIDE)
+    tl.store(y + row[:, None] * width + column, values.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def layer_norm_backward(
+    dy, dtotal, x, weight, means, roots, dx, shares, dy_stride, dtotal_stride, x_stride, rows, width, steps,
+    HAS_TOTAL: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """A program's shares are a row: of dw, and of db behind it."""
+    program = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    within = column < width
+    by = tl.load(weight + column, mask=within, other=0.0).to(WIDE)[None, :]
+    of_weight = tl.zeros((ROWS, BLOCK), WIDE)
+    of_bias = tl.zeros((ROWS, BLOCK), WIDE)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        row = (program + step * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
+        here = (row < rows)[:, None] & within[None, :]
+        mean = tl.load(means + row, mask=row < rows, other=0.0)[:, None]
+        root = tl.load(roots + row, mask=row < rows, other=0.0)[:, None]
+        normal = tl.load(x + row[:, None] * x_stride + column[None, :], mask=here, other=0.0).to(WIDE)
+        normal = tl.where(here, normal - mean, 0.0) * root
+        gradient = tl.load(dy + row[:, None] * dy_stride + column[None, :], mask=here, other=0.0).to(WIDE)
+        of_weight += gradient * normal
+        if BIASED:
+            of_bias += gradient
+        gradient *= by
+        along = tl.sum(gradient * normal, 1)[:, None] / width
+        gradient = root * (gradient - tl.sum(gradient, 1)[:, None] / width - normal * along)
+        if HAS_TOTAL:
+            gradient += tl.load(dtotal + row[:, None] * dtotal_stride + column[None, :], mask=here, other=0.0).to(WIDE)
+        tl.store(dx + row[:, None] * width + column[None, :], gradient.to(dx.dtype.element_ty), mask=here)
+    share = shares + program * width * (2 if BIASED else 1) + column
+    tl.store(share, tl.sum(of_weight, 0), mask=within)
+    if BIASED:
+        tl.store(share + width, tl.sum(of_bias, 0), mask=within)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -303,3 +374,131 @@ def rms_norm(
     known = None if watched(*inputs) else operation.call(inputs, _options(epsilon, dtype))
     outputs = _Norm.apply(x, branch, weight, epsilon, dtype) if known is None else known
     return (x, outputs[0]) if branch is None else (outputs[0], outputs[1])
+
+
+# LayerNorm.
+
+_TILE = 2048
+"""The numbers of rows that a program of LayerNorm has at a time, where they are short."""
+_AHEAD_BYTES = 96 << 10
+"""The most memory of a multiprocessor in which a program of backward has the next rows."""
+
+
+def _tile(x: Tensor) -> dict[str, Any]:
+    """The tile of a program, with the options of its launch."""
+    block = power_of_two(x.shape[-1])
+    rows = max(1, min(8, _TILE // block))
+    return {"WIDE": wide(x.dtype), "ROWS": rows, "BLOCK": block, "num_warps": max(4, min(16, rows * block // 1024))}
+
+
+def _stages(tile: Mapping[str, Any], itemsize: int) -> int:
+    """How many tiles of dy, x and the gradient of the sum a program of backward loads at a time."""
+    return 3 if 2 * 3 * tile["ROWS"] * tile["BLOCK"] * itemsize <= _AHEAD_BYTES else 1
+
+
+def _layer_forward(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_place(_NAME, x)
+    y, total, means, roots = _fake_layer_forward(x, branch, weight, bias, epsilon, dtype)
+    if x.numel():
+        rows, tile = _rows(x), _tile(x)
+        added = rows if branch is None else _rows(branch)
+        weight = weight.contiguous()
+        launch_at(
+            x, layer_norm_forward, (tiles_of(rows.shape[0], tile["ROWS"]),),
+            rows, added, total, weight, weight if bias is None else bias.contiguous(), y, means, roots, rows.stride(0),
+            added.stride(0), *rows.shape, epsilon, ADDS=branch is not None, BIASED=bias is not None, **tile,
+        )  # fmt: skip
+    return y, total, means, roots
+
+
+def _fake_layer_forward(
+    x: Tensor, branch: Tensor | None, weight: Tensor, _bias: Tensor | None, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, total, roots = _fake_forward(x, branch, weight, epsilon, dtype)
+    return y, total, torch.empty_like(roots), roots
+
+
+def _layer_backward(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, means: Tensor, roots: Tensor, dtype: torch.dtype,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradients of x and of the weight, and behind the latter that of the bias, if it is asked for."""
+    dx, sums = _layer_gradients(dy, dtotal, x, weight, means, roots, dtype, of_bias)
+    if not x.numel():
+        return dx, sums.zero_()
+    values, gradients, tile = _rows(x), _rows(dy), _tile(x)
+    totals = gradients if dtotal is None else _rows(dtotal)
+    count, width = values.shape
+    # Of few rows four tiles a program, so that their shares do not outweigh them.
+    programs = min(norm_programs(count, x.device.type), tiles_of(count, 4 * tile["ROWS"]))
+    shares = torch.empty(programs, len(sums), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    launch_at(
+        x, layer_norm_backward, (programs,),
+        gradients, totals, values, weight.contiguous(), means, roots, dx, shares, gradients.stride(0),
+        totals.stride(0), values.stride(0), count, width, tiles_of(count, programs * tile["ROWS"]),
+        HAS_TOTAL=dtotal is not None, BIASED=of_bias, STAGES=_stages(tile, x.element_size()), **tile,
+    )  # fmt: skip
+    _fill_sums(shares, sums, programs, *_LAST)
+    return dx, sums
+
+
+def _layer_gradients(
+    _dy: Tensor, _dtotal: Tensor | None, x: Tensor, weight: Tensor, _means: Tensor, _roots: Tensor, dtype: torch.dtype,
+    of_bias: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What backward fills."""
+    dx = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return dx, torch.empty(len(weight) * (2 if of_bias else 1), dtype=weight.dtype, device=x.device)
+
+
+define(
+    "layer_norm_forward(Tensor x, Tensor? branch, Tensor weight, Tensor? bias, float epsilon, ScalarType dtype)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    _layer_forward,
+    _fake_layer_forward,
+)
+define(
+    "layer_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor means, Tensor roots,"
+    " ScalarType dtype, bool of_bias) -> (Tensor, Tensor)",
+    _layer_backward,
+    _layer_gradients,
+)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype) -> Tensor:
+        run = torch.ops.stepscope.layer_norm_forward if watched(x, weight) else _layer_forward
+        y, _, means, roots = run(x, None, weight, bias, epsilon, dtype)
+        ctx.save_for_backward(x, weight, means, roots)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(_NAME)
+        x, weight, means, roots = ctx.saved_tensors
+        of_bias = ctx.bias_dtype is not None
+        run = torch.ops.stepscope.layer_norm_backward if watched(gradients[0], x, weight) else _layer_backward
+        dx, sums = run(gradients[0], None, x, weight, means, roots, x.dtype, of_bias)
+        if not of_bias:
+            return dx, sums, None, None, None
+        dweight, dbias = sums.split(len(weight))
+        return dx, dweight, dbias.to(ctx.bias_dtype), None, None
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """LayerNorm of x (..., M): (x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias, in this dtype or in x's."""
+    check_part("norm", x, weight, *([] if bias is None else [bias]))
+    width, largest = x.shape[-1] if x.dim() else 0, PARTS["norm"]["fused"].largest_width
+    assert largest is not None
+    if not 1 <= width <= largest or any(each is not None and each.shape != (width,) for each in (weight, bias)):
+        raise InputError(
+            f"{_NAME} takes x (..., M), a weight (M) and a bias (M) with M from 1 to {largest}, not {tuple(x.shape)}, "
+            f"{tuple(weight.shape)}, {None if bias is None else tuple(bias.shape)}"
+        )
+    return _LayerNorm.apply(x, weight, bias, epsilon, dtype or x.dtype)

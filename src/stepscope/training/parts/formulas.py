@@ -70,7 +70,15 @@ compiled_silu_product = functools.partial(_run, silu_product)
 compiled_linear_cross_entropy = functools.partial(_run, linear_cross_entropy)
 
 
-# MLPs in models of others.
+# Norms and MLPs in models of others.
+
+
+def epsilon_of(module: nn.Module, dtype: torch.dtype) -> float | None:
+    """What a norm adds to a mean of squares; None where it does not say."""
+    if isinstance(module, nn.RMSNorm) and module.eps is None:
+        return torch.finfo(dtype).eps
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", getattr(module, "epsilon", None)))
+    return float(epsilon) if isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool) else None
 
 
 SWIGLU_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("w1", "w2", "w3"), ("gate", "up", "down"))

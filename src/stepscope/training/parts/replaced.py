@@ -1,12 +1,12 @@
 """Lets modules of a user's own model be computed by other kernels, where they compute the same.
 
-A norm is a module with one weight (M) and an epsilon; a SwiGLU has three linear layers: gate, up and down; another MLP
-has a linear layer and GELU (formulas.py); a loss is a language model of Hugging Face's (`LanguageModel`). What it is
-called says nothing: before it is replaced, a module is held against its replacement, forward and backward, on random
-numbers, by the bounds of the gate (`gate.py`): at several shapes, in its own dtype, and under autocast where its
-weights are fp32. Weights of norms and MLPs are random there, too, since fresh norms are all ones. What differs is left,
-and named. Of modules that are alike but for their weights, as those of a model's blocks, one is held for all, and for
-models made later.
+A norm is a module with one weight (M) and an epsilon, or LayerNorm; a SwiGLU has three linear layers: gate, up and
+down; another MLP a linear layer and GELU (formulas.py); a loss is a language model of Hugging Face's (`LanguageModel`).
+What it is called says nothing: before it is replaced, a module is held against its replacement, forward and backward,
+on random numbers, by the bounds of the gate (`gate.py`): at several shapes, in its own dtype, and under autocast where
+its weights are fp32. Weights of norms and MLPs are random there, too, since fresh norms are all ones. What differs is
+left, and named. Of modules that are alike but for their weights, as those of a model's blocks, one is held for all, and
+for models made later.
 
 A module that is replaced gets another class, a subclass of its own. Its parameters, buffers and hooks stay the same
 objects with the same names. Calls that the kernel does not take, of other arguments or on another device, run the
@@ -55,7 +55,7 @@ from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.attention.pytorch import attention_found, swap_attention
 from stepscope.training.parts import part_function
-from stepscope.training.parts.formulas import MlpLayers, is_linear, mlp_layers, product_of, widths_of
+from stepscope.training.parts.formulas import MlpLayers, epsilon_of, is_linear, mlp_layers, product_of, widths_of
 from stepscope.training.parts.gate import (
     CALL_ERRORS,
     SEED,
@@ -511,6 +511,8 @@ class _Way:
     """The layers of an MLP."""
     offset: float = 0.0
     """What a norm adds to its weight; 1 in Gemma."""
+    centered: bool = False
+    """Whether a norm is LayerNorm, with or without a bias."""
     promoted: bool = False
     """Whether a norm's result has the dtype of input times weight, and turned queries that of queries times tables;
     otherwise they have that of the input."""
@@ -650,12 +652,14 @@ def _ways(module: nn.Module, part: Part, name: Kernels = "fused") -> list[_Way]:
     """How a kernel of this name may say what this module computes; none where it is no such part."""
     if part == "norm":
         held = dict(module.named_parameters())
-        bare = (
-            [*held] == ["weight"] and held["weight"].dim() == 1 and not [*module.children()] and not [*module.buffers()]
-        )
-        if not bare or isinstance(module, _NOT_RMS) or _epsilon_of(module, held["weight"].dtype) is None:
+        centered = isinstance(module, nn.LayerNorm) and PARTS[part][name].layer_norm
+        own = ["weight", "bias"] if centered and "bias" in held else ["weight"]
+        bare = [*held] == own and held["weight"].dim() == 1 and not [*module.children()] and not [*module.buffers()]
+        other = isinstance(module, _NOT_RMS) and not centered
+        if not bare or other or epsilon_of(module, held["weight"].dtype) is None:
             return []
-        return [_Way(offset=offset, promoted=promoted) for offset in (0.0, 1.0) for promoted in (True, False)]
+        offsets = (0.0,) if centered else (0.0, 1.0)
+        return [_Way(centered=centered, offset=each, promoted=wide) for each in offsets for wide in (True, False)]
     if part == "rope":
         called = [*turning_of(type(module)).items()][:1]
         return [
@@ -668,13 +672,6 @@ def _ways(module: nn.Module, part: Part, name: Kernels = "fused") -> list[_Way]:
         model_parts = language_model(module)
         return [] if model_parts is None else [_Way(language_model=model_parts)]
     return [_Way(mlp=layers) for layers in mlp_layers(module, gelu=PARTS[part][name].gelu)]
-
-
-def _epsilon_of(module: nn.Module, dtype: torch.dtype) -> float | None:
-    if isinstance(module, nn.RMSNorm) and module.eps is None:
-        return torch.finfo(dtype).eps
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", getattr(module, "epsilon", None)))
-    return float(epsilon) if isinstance(epsilon, (int, float)) and not isinstance(epsilon, bool) else None
 
 
 def _weight_of(module: nn.Module, way: _Way) -> Tensor | None:
@@ -731,7 +728,7 @@ def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way])
                 trials = trials_of_tables(module, function, unsqueezes=unsqueezes, partial=partial)
             else:
                 widths = (weight.shape[-1], weight.shape[-1]) if way.mlp is None else widths_of(module, way.mlp)
-                trials = trials_of_one_tensor(module, _epsilon_of(module, weight.dtype) or 0.0, widths)
+                trials = trials_of_one_tensor(module, epsilon_of(module, weight.dtype) or 0.0, widths)
             hold(module, replacement, trials, () if way.mlp is None else way.mlp.after)
         except Unlike as unlike:
             # Without its traceback, which would hold all numbers of the trial.
@@ -747,7 +744,7 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
     """A subclass of a module's class whose forward is the kernel's. It has the same name, so that a model is described
     in the same words, and can be copied and pickled."""
     kernel = part_function(part, name)
-    biased_gelu: Any = getattr(inspect.getmodule(kernel), "biased_gelu", None)
+    home: Any = inspect.getmodule(kernel)  # which has LayerNorm beside RMSNorm, and GELU beside SwiGLU
     more: dict[str, Any] = {}
     if way.language_model is not None:
         forward = loss_forward(original.forward, kernel, way.language_model)
@@ -762,13 +759,13 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
             if kwargs or len(args) != 1 or not _takes(self, args[0]):
                 return original.forward(self, *args, **kwargs)
             if part == "norm":
-                return _norm(kernel, way, self, args[0])
+                return _norm(home.layer_norm if way.centered else kernel, way, self, args[0])
             assert way.mlp is not None
             layers = [getattr(self, each) for each in way.mlp.first]
             if not way.mlp.gelu:
                 states = kernel(*(layer(args[0]) for layer in layers))
             elif is_linear(layers[0]) and all(map(_only_watched, (layers[0], getattr(self, way.mlp.gelu)))):
-                states = biased_gelu(product_of(layers[0], args[0]), layers[0].bias, tanh=way.mlp.tanh)
+                states = home.biased_gelu(product_of(layers[0], args[0]), layers[0].bias, tanh=way.mlp.tanh)
             else:  # an adapter or a hook came later
                 return original.forward(self, args[0])
             for each in way.mlp.after:
@@ -822,8 +819,13 @@ def _norm(kernel: Callable[..., Any], way: _Way, module: nn.Module, x: Tensor) -
     weight = module.weight
     assert isinstance(weight, Tensor)
     dtype = torch.promote_types(x.dtype, weight.dtype) if way.promoted else x.dtype
+    if way.centered:
+        bias: Any = module.bias
+        widens = way.promoted and torch.is_autocast_enabled(x.device.type)
+        dtype = torch.promote_types(dtype, torch.float32) if widens else dtype
+        return kernel(x, weight, bias, epsilon_of(module, x.dtype), dtype)
     by = weight if not way.offset else way.offset + weight.float()
-    return kernel(x, None, by, _epsilon_of(module, x.dtype), dtype=dtype)[1]
+    return kernel(x, None, by, epsilon_of(module, x.dtype), dtype=dtype)[1]
 
 
 def replace_parts(
