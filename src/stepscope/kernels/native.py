@@ -22,7 +22,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -456,13 +456,13 @@ def may_learn(key: bytes) -> bool:
     return _tries[key] <= _MOST_TRIES
 
 
-DTYPE_NUMBERS: defaultdict[torch.dtype, int] = defaultdict(itertools.count().__next__)
-"""Dtypes as options of a key, each numbered when it is first looked up."""
+DTYPE_NUMBERS = {dtype: i for i, dtype in enumerate((torch.float64, torch.float32, torch.bfloat16, torch.float16))}
+"""The kernels' dtypes as options of a key. A compiler takes what it reads here for what stays."""
 
 
 def bits(value: float) -> int:
-    """A number as an option of a key."""
-    return struct.unpack("q", struct.pack("d", value))[0]
+    """A number as an option of a key; a compiler has no use for one, and cannot pack a symbol."""
+    return 0 if torch.compiler.is_compiling() else struct.unpack("q", struct.pack("d", value))[0]
 
 
 # ---- calls that are watched

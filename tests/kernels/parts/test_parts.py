@@ -439,6 +439,13 @@ def test_a_compiler_takes_every_part_without_a_graph_break():
     torch.testing.assert_close(torch.autograd.grad(compiled(x, weight, head), [x, weight, head]), right)
 
 
+def test_a_compiler_takes_a_norm_whose_epsilon_is_a_symbol():
+    x, weight = normal(2, 8), normal(8)
+    compiled = torch.compile(rms_norm, fullgraph=True, backend="aot_eager", dynamic=True)
+    for epsilon in (1e-5, 1e-3):
+        torch.testing.assert_close(compiled(x, None, weight, epsilon), rms_norm(x, None, weight, epsilon))
+
+
 @pytest.mark.parametrize("sizes", [(2, 3, 5, 8), (1, 3, 5, 8)])
 @pytest.mark.parametrize("rotary", [8, 6])
 def test_tables_of_each_sequence_and_of_a_part_of_the_width_turn_as_written_out(sizes: tuple[int, ...], rotary: int):
