@@ -238,6 +238,14 @@ MUTANTS = (
         tests=("training/test_transformer.py",),
     ),
     Mutant(
+        name="a norm's gradient before what is added to it",
+        file="kernels/operators.py",
+        old="if any(order[user] < order[added] for result in results for user in result.users):",
+        new="if not results:",
+        falsifies="a compiled graph reads what it has not made",
+        tests=("kernels/parts/test_sums_in_norms.py",),
+    ),
+    Mutant(
         name="torch.compile's mode",
         file="training/training_step.py",
         old='torch.compile(parts.forward, mode=None if mode == "default" else mode)',

@@ -1,12 +1,15 @@
 """What our operators share: when a call must be an operator, checks and casts of its tensors, and their compiler."""
 
+import functools
+import operator
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
+from torch._ops import OpOverload
 
 from stepscope.core.errors import InputError
 
@@ -145,3 +148,145 @@ def compile_for_each_shape(function: Callable[..., Any]) -> Callable[..., Tensor
             return compiled(*tensors, **options)
 
     return call
+
+
+# A compiler leaves an operator as it is, so that the residual sum before a norm, and the sum of the gradients behind
+# it, are passes over memory of their own. The norms' kernels can make both sums as they go:
+#
+#     s = x + branch;  y = norm(s)                           y, s = norm(x, branch)
+#     dx = norm_backward(dy, s, ...);  ds = dx + dother      ds = norm_backward(dy, s, ..., dother)
+#
+# What follows changes the graph of forward and backward so, before the compiler cuts it in two.
+
+_NORMS = ("rms_norm", "layer_norm")
+_FORWARD = {f"stepscope::{norm}_forward" for norm in _NORMS}
+"""Operators of x, a branch or none, and more; they return the norm, x + branch, and more."""
+_BACKWARD = {f"stepscope::{norm}_backward" for norm in _NORMS}
+"""Operators of the norm's gradient, that of x + branch or none, and more; they return the gradient of x, and more."""
+_FLOATS = {torch.float32, torch.bfloat16, torch.float16}
+"""What the kernels add in fp32, as PyTorch does."""
+
+
+def sum_in_norms() -> None:
+    """Let torch.compile hand sums to the norms beside them, in this thread from now on.
+
+    Passes that were set before run first. Graphs are kept on disk wherever those let them.
+    """
+    from torch._inductor import config  # noqa: PLC0415  (its import takes a second)
+
+    earlier: Any = config.joint_custom_pre_pass or ()
+    if not isinstance(earlier, _pass_class()):
+        passes = tuple(earlier) if isinstance(earlier, (list, tuple)) else (earlier,)
+        config.joint_custom_pre_pass = _pass_class()(passes)
+
+
+@functools.cache
+def _pass_class() -> type[Any]:
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # noqa: PLC0415  (as above)
+
+    class SumsInNorms(CustomGraphPass):
+        def __init__(self, earlier: tuple[Any, ...]) -> None:
+            self.earlier = earlier
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            for run in (*self.earlier, sums_into_norms):
+                run(graph)
+
+        def uuid(self) -> Any:
+            """What the keys of graphs on disk take for the passes; None where they have no such name."""
+            known = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.earlier]
+            return (get_hash_for_files((__file__,)), *known) if all(known) else None
+
+    return SumsInNorms
+
+
+def sums_into_norms(graph: torch.fx.Graph) -> None:
+    """Let the norms of a graph make the sums before them, and their backward those of its gradient."""
+    named = [(node, node.target.name()) for node in graph.nodes if isinstance(node.target, OpOverload)]
+    norms = [(node, name in _FORWARD) for node, name in named if name in _FORWARD | _BACKWARD and not node.kwargs]
+    order = {node: i for i, node in enumerate(graph.nodes)} if norms else {}
+    for node, is_forward in norms:
+        if node.args[1] is None:
+            (_sum_before if is_forward else _sum_of_gradients)(node, order)
+
+
+def _sum_before(norm: torch.fx.Node, order: dict[torch.fx.Node, int]) -> None:
+    added = norm.args[0]
+    if not _is_sum(added) or any(result.args[1] == 1 for result in norm.users):
+        return
+    terms: Any = added.args
+    dtypes = {term.meta["val"].dtype for term in terms}
+    # A checkpoint saves its output. A norm of the next one, which runs again, must not be what makes it.
+    apart = any(added.meta.get(key) != norm.meta.get(key) for key in ("recompute", "ac_graph_id"))
+    if apart or not (dtypes <= _FLOATS or dtypes == {torch.float64}) or not all(_written(one, added) for one in terms):
+        return
+    if all(order[each] < order[added] for each in norm.all_input_nodes if each is not added):
+        added.prepend(norm)
+        order[norm] = order[added]
+    elif any(order[user] < order[norm] for user in added.users):
+        return
+    for place, term in enumerate(terms):
+        _give(norm, place, term)
+    with norm.graph.inserting_after(norm):
+        total = norm.graph.call_function(operator.getitem, (norm, 1))
+    total.meta, order[total] = dict(added.meta), order[norm]
+    y, _, *others = norm.meta["val"]
+    norm.meta["val"] = (y, total.meta["val"], *others)
+    added.replace_all_uses_with(total)
+    norm.graph.erase_node(added)
+
+
+def _sum_of_gradients(norm: torch.fx.Node, order: dict[torch.fx.Node, int]) -> None:
+    dx = next((result for result in norm.users if result.args[1] == 0), None)
+    added = next(iter(dx.users)) if dx is not None and len(dx.users) == 1 else None
+    if dx is None or not _is_sum(added):
+        return
+    terms: Any = added.args
+    other = terms[terms[0] is dx]
+    if other is dx or any(term.meta["val"].dtype != added.meta["val"].dtype for term in terms):
+        return
+    if order[other] > order[norm]:
+        results = [*norm.users]
+        if any(order[user] < order[added] for result in results for user in result.users):
+            return
+        for node in (norm, *results):
+            added.prepend(node)
+            order[node] = order[added]
+    _give(norm, 1, other)
+    added.replace_all_uses_with(dx)
+    norm.graph.erase_node(added)
+
+
+def _is_sum(node: Any) -> TypeGuard[torch.fx.Node]:
+    """Whether a node adds two tensors of its shape, and its result lies in memory as a kernel's does."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq  # noqa: PLC0415  (sympy)
+
+    if not isinstance(node, torch.fx.Node) or node.target is not torch.ops.aten.add.Tensor or node.kwargs:
+        return False
+    result = node.meta["val"]
+    values = [term.meta.get("val") if isinstance(term, torch.fx.Node) else None for term in node.args]
+    return result.is_contiguous() and all(
+        isinstance(value, Tensor) and statically_known_true(sym_eq(value.shape, result.shape)) for value in values
+    )
+
+
+def _written(value: torch.fx.Node, reader: torch.fx.Node) -> bool:
+    """Whether a term lies in memory anyway. One that only the sum reads, as of a dropout, is made by the sum's kernel:
+    a norm that adds would have it written first."""
+    aten = torch.ops.aten
+    while isinstance(value.target, OpOverload) and [*value.users] == [reader]:
+        if torch.Tag.pointwise in value.target.tags or value.target is aten.embedding.default:
+            return False
+        if not (value.target.is_view or value.target is aten._unsafe_view.default):
+            return True
+        assert isinstance(value.args[0], torch.fx.Node)
+        value, reader = value.args[0], value
+    return True
+
+
+def _give(norm: torch.fx.Node, place: int, tensor: torch.fx.Node) -> None:
+    """Change an argument of an operator, and how a compiler lays it out."""
+    norm.update_arg(place, tensor)
+    if "eager_input_vals" in norm.meta:
+        values, named = norm.meta["eager_input_vals"]
+        norm.meta["eager_input_vals"] = (*values[:place], tensor.meta["val"], *values[place + 1 :]), named
