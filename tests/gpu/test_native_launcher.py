@@ -200,11 +200,27 @@ def parts() -> dict[str, tuple[list[Tensor], Callable[..., Any]]]:
         ),
         "mlp": ([made(1030, 1712), made(1030, 1712)], mlp.silu_product),
         "mlp of halves": (halves, mlp.silu_product),
+        "layer norm": (
+            [made(3, 257, 768), made(768), made(768)],
+            lambda x, weight, bias: norm.layer_norm(x, weight, bias, 1e-5),
+        ),
+        "layer norm without a bias": (
+            [made(2049, 640), made(640)],
+            lambda x, weight: norm.layer_norm(x, weight, None, 1e-5),
+        ),
+        "gelu": ([made(1030, 1712), made(1712)], mlp.biased_gelu),
+        "gelu by tanh": ([made(3000, 640)], lambda h: mlp.biased_gelu(h, tanh=True)),
         "rope": ([*heads, angles.cos(), angles.sin()], rope.rotated),
     }
 
 
-@pytest.mark.parametrize("part", ["norm", "norm with its sum", "norm of two dtypes", "mlp", "mlp of halves", "rope"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "norm", "norm with its sum", "norm of two dtypes", "layer norm", "layer norm without a bias", "mlp",
+        "mlp of halves", "gelu", "gelu by tanh", "rope",
+    ],
+)  # fmt: skip
 def test_parts_have_the_bits_of_pythons_launches(part: str):
     inputs, function = parts()[part]
     trained = [each for each in inputs if each.requires_grad]

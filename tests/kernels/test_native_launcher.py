@@ -64,7 +64,11 @@ def test_kernels_get_what_triton_gives_them(found: dict[str, Any], way: str):
 
 
 @pytest.mark.parametrize(
-    "part", ["norm", "norm with its sum", "norm of two dtypes", "mlp", "mlp of halves", "rope"]
+    "part",
+    [
+        "norm", "norm with its sum", "norm of two dtypes", "layer norm", "layer norm without a bias", "mlp",
+        "mlp of halves", "gelu", "gelu by tanh", "rope",
+    ],
 )  # fmt: skip
 def test_kernels_of_parts_get_what_triton_gives_them(found: dict[str, Any], part: str):
     """Also where gradients are parts of one tensor, and where a buffer is nobody's result."""

@@ -181,6 +181,10 @@ def parts() -> dict[str, tuple[list[Tensor], Callable[..., Any]]]:
         ),
         "mlp": ([made(6, 40), made(6, 40)], mlp.silu_product),
         "mlp of halves": (halves, mlp.silu_product),
+        "layer norm": ([x, weight, made(48)], lambda x, weight, bias: norm.layer_norm(x, weight, bias, 1e-5)),
+        "layer norm without a bias": ([x, weight], lambda x, weight: norm.layer_norm(x, weight, None, 1e-5)),
+        "gelu": ([x, weight], mlp.biased_gelu),
+        "gelu by tanh": ([x], lambda x: mlp.biased_gelu(x, tanh=True)),
         "rope": ([*heads, *tables], rope.rotated),
     }
 
@@ -215,7 +219,7 @@ def same_part(fake: Fake, inputs: list[Tensor], function: Callable[..., Any]) ->
             if without_addresses(one, launch) != without_addresses(other, launch)
         ],
         "of the caller": all(forward[n] == each.data_ptr() for n, each in enumerate(inputs) if n in forward)
-        and all(each.data_ptr() in written for each in results),
+        and all({each.data_ptr(), each.untyped_storage().data_ptr()} & written for each in results),
     }
 
 

@@ -22,7 +22,7 @@ GELU takes the product of a linear layer before its bias b: with x = h + b,
     with tanh:  c = 1 / (1 + exp(-v))    d = c (1 - c) v'    v = sqrt(8 / pi) (x + 0.044715 x^3)
 
 The pass that makes dh has the bias's gradient, too: each program adds up the columns of a chunk of rows, and
-`column_sums` the chunks. PyTorch's compiler reads dh, or what it is made of, once more for that, in two kernels. In 16
+`fill_sums` the chunks. PyTorch's compiler reads dh, or what it is made of, once more for that, in two kernels. In 16
 bits c is exp(-x^2 / 2) times a polynomial of t = 1 / (1 + 0.31 |x|), within 5e-6 of itself (`_TAIL`), in the form of
 Abramowitz and Stegun 7.1.26: libdevice's erf takes longer than the memory at 16,384 rows. In 32 bits it is erf.
 """
@@ -39,7 +39,7 @@ from stepscope.core.errors import InputError
 from stepscope.kernels import native
 from stepscope.kernels.launching import check_place, launch_at, tiles_of, wide
 from stepscope.kernels.operators import check_part, define, refuse_second_derivative, watched
-from stepscope.kernels.parts.projections import column_sums
+from stepscope.kernels.parts.norm import fill_sums
 
 _NAME = "mlp fused"
 _BLOCK = 2048
@@ -276,7 +276,7 @@ def _options(h: Tensor, tanh: bool) -> dict[str, Any]:
 
 
 def _gelu_backward(dout: Tensor, h: Tensor, bias: Tensor | None, tanh: bool, of_bias: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of h and of the bias, in fp32 or wider; the second is empty unless it is asked for."""
+    """The gradients of h and of the bias; the second is empty unless it is asked for."""
     dh, dbias = _fake_gelu_backward(dout, h, bias, tanh, of_bias)
     if not h.numel():
         return dh, dbias.zero_()
@@ -286,20 +286,24 @@ def _gelu_backward(dout: Tensor, h: Tensor, bias: Tensor | None, tanh: bool, of_
     tiles = tiles_of(count, _GELU_CHUNK)
     chunk = tiles_of(tiles, min(tiles, tiles_of(_GELU_PROGRAMS, across))) * _GELU_CHUNK
     chunks = tiles_of(count, chunk)
-    sums = dbias.new_empty((chunks, width) if of_bias else (0,))
+    sums = torch.empty(
+        (chunks, width) if of_bias else (0,), dtype=torch.promote_types(h.dtype, torch.float32), device=h.device
+    )
     launch_at(
         h, biased_gelu_backward, (across, chunks),
         gradients, rows, rows if bias is None else bias, dh, sums, count, width, chunk, gradients.stride(0),
         rows.stride(0), BIASED=bias is not None, SUMMED=of_bias, ROWS=_GELU_CHUNK, STAGES=_GELU_STAGES, num_warps=4,
         **_options(h, tanh),
     )  # fmt: skip
-    return dh, column_sums(sums) if of_bias else dbias
+    if of_bias:
+        fill_sums(sums, dbias)
+    return dh, dbias
 
 
 def _fake_gelu_backward(
-    dout: Tensor, h: Tensor, _bias: Tensor | None, _tanh: bool, of_bias: bool
+    dout: Tensor, h: Tensor, bias: Tensor | None, _tanh: bool, of_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    dtype = torch.promote_types(h.dtype, torch.float32)
+    dtype = h.dtype if bias is None else bias.dtype
     return _fake_forward(h, dout), torch.empty(h.shape[-1] if of_bias else 0, dtype=dtype, device=h.device)
 
 
@@ -311,23 +315,33 @@ define(
 )
 
 
+_GELU = native.Operation("BiasedGeluBackward0")
+
+
+def _gelu_gradients(tanh: bool, of_bias: bool, dout: Tensor, h: Tensor, *rest: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative(_NAME)
+    run = torch.ops.stepscope.biased_gelu_backward if watched(dout, h, *rest) else _gelu_backward
+    dh, dbias = run(dout, h, rest[0] if rest else None, tanh, of_bias)
+    return (dh, dbias if of_bias else None) if rest else (dh,)
+
+
 class _Gelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
-        tensors = (h,) if bias is None else (h, bias)
-        ctx.save_for_backward(*tensors)
-        ctx.tanh = tanh
-        return (torch.ops.stepscope.biased_gelu_forward if watched(*tensors) else _gelu)(h, bias, tanh)
+    def forward(ctx: Any, h: Tensor, bias: Tensor | None, tanh: bool, of_bias: bool) -> Tensor:
+        inputs = (h,) if bias is None else (h, bias)
+
+        def run() -> native.Ran:
+            run = torch.ops.stepscope.biased_gelu_forward if watched(*inputs) else _gelu
+            return (run(h, bias, tanh),), inputs
+
+        gradients = functools.partial(_gelu_gradients, tanh, of_bias)
+        (out,) = native.forward(ctx, _GELU, inputs, (tanh, of_bias), run, gradients)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(_NAME)
-        h, *rest = ctx.saved_tensors
-        bias = rest[0] if rest else None
-        of_bias = bias is not None and ctx.needs_input_grad[1]
-        run = torch.ops.stepscope.biased_gelu_backward if watched(gradients[0], h, *rest) else _gelu_backward
-        dh, dbias = run(gradients[0], h, bias, ctx.tanh, of_bias)
-        return dh, dbias.to(bias.dtype) if bias is not None and of_bias else None, None
+        dh, *dbias = native.backward(ctx, gradients)
+        return dh, *(dbias or [None]), None, None
 
 
 def biased_gelu(h: Tensor, bias: Tensor | None = None, *, tanh: bool = False) -> Tensor:
@@ -338,4 +352,6 @@ def biased_gelu(h: Tensor, bias: Tensor | None = None, *, tanh: bool = False) ->
         raise InputError(
             f"{_NAME} takes h (..., F) and a bias (F), not {' and '.join(str(tuple(t.shape)) for t in tensors)}"
         )
-    return _Gelu.apply(h, bias, tanh)
+    of_bias = bias is not None and bias.requires_grad
+    known = None if watched(*tensors) else _GELU.call(tensors, (tanh, of_bias))
+    return _Gelu.apply(h, bias, tanh, of_bias) if known is None else known[0]

@@ -467,26 +467,40 @@ define(
 )
 
 
+_LAYER_NORM = native.Operation("LayerNormBackward0")
+
+
+def _of_layer(
+    dtypes: tuple[torch.dtype, torch.dtype | None], dy: Tensor, x: Tensor, weight: Tensor, means: Tensor, roots: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradients of x, in the first dtype, of the weight, and of the bias in the second, where it has one."""
+    refuse_second_derivative(_NAME)
+    run = torch.ops.stepscope.layer_norm_backward if watched(dy, x, weight) else _layer_backward
+    dx, sums = run(dy, None, x, weight, means, roots, dtypes[0], dtypes[1] is not None)
+    if dtypes[1] is None:
+        return dx, sums
+    dweight, dbias = sums.split(len(weight))
+    return dx, dweight, dbias if dbias.dtype == dtypes[1] else dbias.to(dtypes[1])
+
+
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, dtype: torch.dtype) -> Tensor:
-        run = torch.ops.stepscope.layer_norm_forward if watched(x, weight) else _layer_forward
-        y, _, means, roots = run(x, None, weight, bias, epsilon, dtype)
-        ctx.save_for_backward(x, weight, means, roots)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        inputs = (x, weight) if bias is None else (x, weight, bias)
+
+        def run() -> native.Ran:
+            run = torch.ops.stepscope.layer_norm_forward if watched(*inputs) else _layer_forward
+            y, _, means, roots = run(x, None, weight, bias, epsilon, dtype)
+            return (y,), (x, weight, means, roots)
+
+        gradients = functools.partial(_of_layer, (x.dtype, None if bias is None else bias.dtype))
+        (y,) = native.forward(ctx, _LAYER_NORM, inputs, _options(epsilon, dtype), run, gradients)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(_NAME)
-        x, weight, means, roots = ctx.saved_tensors
-        of_bias = ctx.bias_dtype is not None
-        run = torch.ops.stepscope.layer_norm_backward if watched(gradients[0], x, weight) else _layer_backward
-        dx, sums = run(gradients[0], None, x, weight, means, roots, x.dtype, of_bias)
-        if not of_bias:
-            return dx, sums, None, None, None
-        dweight, dbias = sums.split(len(weight))
-        return dx, dweight, dbias.to(ctx.bias_dtype), None, None
+        dx, dweight, *dbias = native.backward(ctx, gradients)
+        return dx, dweight, *(dbias or [None]), None, None
 
 
 def layer_norm(
@@ -501,4 +515,6 @@ def layer_norm(
             f"{_NAME} takes x (..., M), a weight (M) and a bias (M) with M from 1 to {largest}, not {tuple(x.shape)}, "
             f"{tuple(weight.shape)}, {None if bias is None else tuple(bias.shape)}"
         )
-    return _LayerNorm.apply(x, weight, bias, epsilon, dtype or x.dtype)
+    dtype, inputs = dtype or x.dtype, (x, weight) if bias is None else (x, weight, bias)
+    known = None if watched(*inputs) else _LAYER_NORM.call(inputs, _options(epsilon, dtype))
+    return _LayerNorm.apply(x, weight, bias, epsilon, dtype) if known is None else known[0]
