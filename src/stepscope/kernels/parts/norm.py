@@ -22,7 +22,7 @@ LayerNorm takes the mean m of a row from it first: with n = (x - m) r and r of x
     dx = r (g - mean(g) - n mean(g n))        db = sum over rows of dy
 
 Its kernels take several short rows at a time, since the sums of a row wait for all its threads. A compiler that finds
-the residual sum before it, or its gradient behind it, hands them to the operators (`norms_with_their_sums`).
+the residual sum before it, or its gradient behind it, hands them to the operators (operators.py).
 
     fill_sums(x, out)       out = the sum of x (R, N) over its rows
 
