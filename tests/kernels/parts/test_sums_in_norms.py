@@ -181,7 +181,7 @@ def test_a_norm_makes_the_sums_that_are_its_own(function: Callable[..., Tensor],
     torch.testing.assert_close(found, right, rtol=2e-2 if function in (mixed, of_layer_norms) else 1e-5, atol=1e-5)
     assert joint.sums() == sums
     for value in (node.meta["val"] for graph in joint.graphs for node in graph.nodes if node.op == "call_function"):
-        assert all(isinstance(each, Tensor) for each in (value if isinstance(value, tuple) else (value,)))
+        assert all(isinstance(each, Tensor) for each in ((value,) if isinstance(value, Tensor) else value))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
