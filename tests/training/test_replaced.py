@@ -154,6 +154,88 @@ def test_other_activations_and_dropouts_that_are_not_called_keep_their_code():
         replace_parts(net(Gelu(nn.GELU())), mlp="compiled")
 
 
+class Mlp(nn.Module):
+    """A linear layer, GELU and another layer, with a dropout between them and something before it."""
+
+    def __init__(self, act: Any, dropout: float = 0.0, *, bias: bool = True):
+        super().__init__()
+        self.lin1, self.activation, self.dropout = nn.Linear(12, 20), act, nn.Dropout(0.5 if not bias else 0.0)
+        self.between, self.lin2 = nn.Dropout(dropout), nn.Linear(20, 12, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = self.between(self.activation(self.lin1(x)))
+        return self.dropout(self.lin2(states)) if self.lin2.bias is not None else self.lin2(self.dropout(states))
+
+
+class Limited(SwiGLU):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)).clamp(max=7.0) * self.up_proj(x).clamp(-7.0, 7.0))
+
+
+class Asserting(nn.LayerNorm):
+    def forward(self, input: Tensor) -> Tensor:
+        assert input.dim() == 4
+        return super().forward(input)
+
+
+def _asserting(x: Tensor) -> Tensor:
+    assert x.dim() == 3
+    return nn.functional.gelu(x)
+
+
+def test_what_has_a_limit_or_refuses_a_trial_is_left():
+    limits = net(Limited(nn.SiLU()), nn.RMSNorm(12, eps=1e-5), Asserting(12))
+    with pytest.warns(UserWarning, match="Limited left.*something else"):
+        left = replace_parts(limits, norm="fused", mlp="fused").left
+    assert [each.type for each in left] == ["Asserting", "Limited"] and "AssertionError" in left[0].why
+    for act in (lambda x: nn.functional.gelu(x).clamp(-10.0, 10.0), lambda x: x.transpose(1, 2), _asserting):
+        with pytest.raises(InputError, match="mlp fused replaces nothing"):
+            replace_parts(net(Mlp(act)), mlp="fused")
+    without_bias = net(Mlp(nn.GELU(), bias=False))  # its dropout stands before the second layer
+    with pytest.warns(UserWarning, match="something else"):
+        assert not replace_parts(without_bias, mlp="fused").replaced
+
+
+def test_activations_are_looked_at_without_their_hooks_and_random_numbers():
+    called: list[Any] = []
+    drawing, hooked = Mlp(nn.RReLU()), Mlp(nn.GELU())
+    hooked.activation.register_forward_hook(lambda *call: called.append(call))
+    model, state = net(drawing, hooked), torch.get_rng_state()
+    with pytest.warns(UserWarning, match="has a hook or a patched forward"):
+        assert not replace_parts(model, mlp="fused").replaced
+    assert torch.equal(torch.get_rng_state(), state) and not called
+
+
+def test_what_is_changed_after_the_swap_is_computed_as_it_is_now():
+    changes: list[Any] = [
+        lambda mlp: setattr(mlp, "activation", nn.ReLU()),
+        lambda mlp: setattr(mlp.activation, "approximate", "tanh"),
+        lambda mlp: setattr(mlp.between, "p", 0.9),
+        lambda mlp: mlp.between.register_forward_hook(lambda *call: call[-1] * 2),
+    ]
+    for change in changes:
+        mlp, norm = Mlp(nn.GELU()), nn.LayerNorm(12)
+        model = net(mlp, norm)
+        replaced = replace_parts(model, norm="fused", mlp="fused")
+        assert not replaced.left
+        change(mlp)
+        norm.weight = None  # pyright: ignore[reportAttributeAccessIssue]
+        now = gradients(model)[0]
+        norm.bias = None  # pyright: ignore[reportAttributeAccessIssue]
+        without_bias = gradients(model)[0]
+        replaced.restore()
+        assert torch.equal(gradients(model)[0], without_bias)
+        torch.testing.assert_close(now, without_bias, rtol=1e-6, atol=1e-6)  # a bias of zeros
+    for act in (nn.functional.gelu, nn.functional.relu):  # a function in the place of a module
+        mlp = SwiGLU(nn.SiLU())
+        model = net(mlp)
+        replaced = replace_parts(model, mlp="fused")
+        mlp.act = nn.GELU() if act is nn.functional.gelu else nn.ReLU()
+        now = gradients(model)[0]
+        replaced.restore()
+        assert torch.equal(now, gradients(model)[0])
+
+
 def test_a_module_that_computes_something_else_is_left_and_named():
     model = net(SwiGLU(nn.GELU()), SwiGLU(nn.SiLU()), Shifted(power=1.5), nn.RMSNorm(12, eps=1e-3))
     types = [type(module) for module in model.modules()]

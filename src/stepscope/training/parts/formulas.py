@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepscope.core.errors import InputError
 from stepscope.kernels.operators import autocast_dtype, compile_for_each_shape
 
 
@@ -103,13 +104,25 @@ class MlpLayers:
     """What computes GELU between them; empty for a SwiGLU."""
     tanh: bool = False
     """Whether GELU is the approximation with tanh."""
+    beside: tuple[tuple[str, Any], ...] = ()
+    """What the module has beside these layers, which the kernel does not call, GELU included; and what tells by now
+    whether that is another one."""
+
+    def changed_in(self, module: nn.Module) -> bool:
+        """Whether an adapter, a hook, another activation or another rate of dropout came after a module was held, of
+        what the kernel does not call."""
+        linear = getattr(module, self.first[0])
+        if self.gelu and not (is_linear(linear) and only_watched(linear)):
+            return True
+        beside = ((getattr(module, name, None), known) for name, known in self.beside)
+        return any(_known(each) != known or not only_watched(each) for each, known in beside)
 
 
 def mlp_layers(module: nn.Module, *, gelu: bool) -> list[MlpLayers]:
     """How a module may compute an MLP, by the names and the shapes of its layers; gelu: also by GELU."""
     layers = dict(module.named_children())
     found = [
-        MlpLayers(names[:2], names[2:])
+        MlpLayers(names[:2], names[2:], beside=_beside(module, names))
         for names in SWIGLU_NAMES
         if all(_weighs(layers.get(name)) for name in names)
         and _shape(layers[names[0]]) == _shape(layers[names[1]]) == _shape(layers[names[2]])[::-1]
@@ -118,8 +131,39 @@ def mlp_layers(module: nn.Module, *, gelu: bool) -> list[MlpLayers]:
         approximation = _gelu_of(getattr(module, activation, None)) if is_linear(layers.get(first)) else None
         if approximation is not None and (not names or names[0] in layers):
             after = tuple(name for name in names if name in layers)
-            found.append(MlpLayers((first,), after, gelu=activation, tanh=approximation == "tanh"))
+            tanh, beside = approximation == "tanh", _beside(module, (first, *after), activation)
+            found.append(MlpLayers((first,), after, gelu=activation, tanh=tanh, beside=beside))
     return found
+
+
+def _beside(module: nn.Module, names: tuple[str, ...], *more: str) -> tuple[tuple[str, Any], ...]:
+    """What a module has beside the layers of these names; more: what need be no module."""
+    others = dict.fromkeys((*more, *(name for name, _ in module.named_children() if name not in names)))
+    return tuple((name, _known(getattr(module, name))) for name in others)
+
+
+_DROPOUTS = nn.modules.dropout._DropoutNd
+
+
+def _known(value: Any) -> Any:
+    """What tells by now whether a module, or a function in its place, was changed for another one."""
+    if not isinstance(value, nn.Module):
+        return getattr(value, "__func__", value)  # a method is another object each time
+    kind = getattr(type(value), "_stepscope_original", type(value))
+    of_kind = value.approximate if kind is nn.GELU else value.p if isinstance(value, _DROPOUTS) else None
+    return kind, of_kind
+
+
+def only_watched(module: Any) -> bool:
+    """Whether a module, or a function in its place, has no patched forward, and no hooks but those that measure a step,
+    which only look on."""
+    if not isinstance(module, nn.Module):
+        return True
+    every = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    looks_on = all(
+        getattr(hook, "__module__", "").startswith("stepscope.") for hooks in every for hook in hooks.values()
+    )
+    return looks_on and "forward" not in vars(module)
 
 
 def widths_of(module: nn.Module, layers: MlpLayers) -> tuple[int, int]:
@@ -148,17 +192,27 @@ def product_of(layer: Any, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight) if type(layer) is nn.Linear else torch.matmul(x, layer.weight)
 
 
-_PROBES = torch.linspace(-9.0, 9.0, 181, dtype=torch.float64)
+_FAR = (12.0, 40.0, 150.0, 1e3, 1e5)
+"""Where a GELU is cut off, if it is."""
+_PROBES = torch.cat(
+    [torch.linspace(-9, 9, 181, dtype=torch.float64), torch.tensor([s * x for x in _FAR for s in (-1, 1)])]
+)
+CALL_ERRORS = (
+    RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ArithmeticError, InputError,
+)  # fmt: skip
+"""What somebody's code raises that cannot be called as a trial calls it."""
 
 
 def _gelu_of(activation: Any) -> str | None:
     """Which GELU a function of one tensor is, as `approximate` of PyTorch's has it; None where it is none."""
     if not callable(activation) or (isinstance(activation, nn.Module) and any(map(id, activation.parameters()))):
         return None
+    call = activation.forward if isinstance(activation, nn.Module) else activation  # hooks are no part of it
     try:
-        with torch.no_grad():
-            values: Any = activation(_PROBES.clone())
-    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
+        # What it draws is not the user's; to compile it for these numbers alone would take seconds.
+        with torch.no_grad(), torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
+            values: Any = call(_PROBES.clone())
+    except CALL_ERRORS:
         return None
     if not isinstance(values, Tensor) or values.shape != _PROBES.shape:
         return None

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stepscope.core.attention_call import AttentionShape
-from stepscope.core.errors import DeviceError, GateFailure, InputError, named_line, one_line
+from stepscope.core.errors import DeviceError, GateFailure, named_line, one_line
 from stepscope.core.parts import CONVENTIONS, PARTS, Kernels, Part, TensorDtype, is_users, loss_columns
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workloads import TextbookWorkload
@@ -42,6 +42,7 @@ from stepscope.training.attention.gate import require_users_attention
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.judging import WrongKind, attempt, check_gradients, compare, interpreter_slack
 from stepscope.training.parts import formulas, part_function
+from stepscope.training.parts.formulas import CALL_ERRORS
 
 EPSILON = 1e-5
 IGNORED = -100
@@ -399,9 +400,6 @@ def require_users_part(
 
 SEED = 20
 
-CALL_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, InputError)
-"""What a module raises that cannot be called as a trial calls it."""
-
 
 Frozen = Literal["input", "weights"] | None
 """What of a call takes no gradients, as in a model that is trained in part."""
@@ -436,10 +434,11 @@ class Trial(ABC):
 
 
 class _Halving(nn.Module):
-    """What stands for a dropout while its module is held: it shows where it is, and draws nothing."""
+    """What stands for a dropout while its module is held: it shows where it is, and draws nothing. It is not linear,
+    since a dropout before a linear layer without a bias is not one behind it."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return input * 0.5
+        return input * 0.5 + 0.25
 
 
 def hold(
@@ -548,9 +547,16 @@ class _OneTensor(Trial):
         return {"result": out.detach()} | {f"gradient of {name}": each for name, each in gradients.items()}
 
 
-def trials_of_one_tensor(module: nn.Module, epsilon: float, widths: tuple[int, int]) -> Iterator[Trial]:
+_LARGE = 30.0
+"""How large numbers are of which a limit shows."""
+
+
+def trials_of_one_tensor(
+    module: nn.Module, epsilon: float, widths: tuple[int, int], *, limited: bool = False
+) -> Iterator[Trial]:
     """Calls of a module with one tensor: odd shapes and layouts in its dtype, and under autocast where its weights are
-    fp32. Some rows are so small that another epsilon would show. widths: those of its input and of its result."""
+    fp32. Some rows are so small that another epsilon would show. widths: those of its input and of its result.
+    limited: whether some are so large that a limit would show, as on gate and up."""
     first = next(module.parameters())
     generator = torch.Generator(device=first.device).manual_seed(SEED)
 
@@ -570,6 +576,7 @@ def trials_of_one_tensor(module: nn.Module, epsilon: float, widths: tuple[int, i
         for rows in ((2, 3), (5,)):
             x = normal(*rows, width + 3)[..., 2:-1] if len(rows) == 1 else normal(*rows, width)
             x[-1] *= epsilon**0.5 or 1.0
+            x *= _LARGE if limited and len(rows) == 1 else 1.0
             gradient = normal(*rows, out_width)
             yield _OneTensor(module=module, weights=weights, x=x.to(dtype), gradient=gradient, autocast=autocast)
 

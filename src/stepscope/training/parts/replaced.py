@@ -55,7 +55,7 @@ from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.attention.pytorch import attention_found, swap_attention
 from stepscope.training.parts import part_function
-from stepscope.training.parts.formulas import MlpLayers, epsilon_of, is_linear, mlp_layers, product_of, widths_of
+from stepscope.training.parts.formulas import MlpLayers, epsilon_of, mlp_layers, only_watched, product_of, widths_of
 from stepscope.training.parts.gate import (
     CALL_ERRORS,
     SEED,
@@ -283,7 +283,7 @@ def _why_not(module: nn.Module, of: LanguageModel, call: Mapping[str, Any]) -> s
     positions = tokens.shape if isinstance(tokens, Tensor) else positions
     if labels.dim() != 2 or labels.dtype != torch.int64 or labels.shape != positions:
         return f"its labels are {str(labels.dtype).removeprefix('torch.')}{list(labels.shape)}, not an int64 a position"
-    whole = all(map(_only_watched, of.around_head(module)[1:]))
+    whole = all(map(only_watched, of.around_head(module)[1:]))
     if not whole or not _is_plain(of.head_of(module), biased=of.transform != ()):
         return f"its head {of.head} is no plain linear layer: it has an adapter, a bias, a hook, or is in shards"
     # Transformers knows no loss of masked language models, and would warn: a break in a compiled graph.
@@ -312,19 +312,7 @@ def _is_plain(head: object, *, biased: bool) -> bool:
     whether it may have a bias."""
     if type(head) is not nn.Linear or (head.bias is not None and not biased):
         return False
-    return _only_watched(head) and head.weight.dim() == 2 and not hasattr(head.weight, "placements")
-
-
-def _only_watched(module: Any) -> bool:
-    """Whether a module, or a function in its place, has no patched forward, and no hooks but those that measure a step,
-    which only look on."""
-    if not isinstance(module, nn.Module):
-        return True
-    every = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    looks_on = all(
-        getattr(hook, "__module__", "").startswith("stepscope.") for hooks in every for hook in hooks.values()
-    )
-    return looks_on and "forward" not in vars(module)
+    return only_watched(head) and head.weight.dim() == 2 and not hasattr(head.weight, "placements")
 
 
 def _declared_outputs(forward: Callable[..., Any]) -> list[Any]:
@@ -692,6 +680,10 @@ def _why_left(module: nn.Module, part: Part, name: Kernels, way: _Way, weight: T
         (hasattr(original, "_stepscope_original"), "they are replaced already"),
         ("forward" in vars(module), "their forward was patched by somebody else"),
         (weight is None, "their weights are no plain floating tensors"),
+        (
+            way.mlp is not None and way.mlp.changed_in(module),
+            "what their kernel does not call has a hook or a patched forward",
+        ),
     )
     why = next((why for holds, why in reasons if holds), "")
     why = why or (why_not_turned(original) if way.turning is not None else "")
@@ -728,7 +720,8 @@ def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way])
                 trials = trials_of_tables(module, function, unsqueezes=unsqueezes, partial=partial)
             else:
                 widths = (weight.shape[-1], weight.shape[-1]) if way.mlp is None else widths_of(module, way.mlp)
-                trials = trials_of_one_tensor(module, epsilon_of(module, weight.dtype) or 0.0, widths)
+                epsilon = epsilon_of(module, weight.dtype) or 0.0
+                trials = trials_of_one_tensor(module, epsilon, widths, limited=way.mlp is not None)
             hold(module, replacement, trials, () if way.mlp is None else way.mlp.after)
         except Unlike as unlike:
             # Without its traceback, which would hold all numbers of the trial.
@@ -758,16 +751,15 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
         def by_kernel(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != 1 or not _takes(self, args[0]):
                 return original.forward(self, *args, **kwargs)
-            if part == "norm":
+            if part == "norm" and self.weight is not None:
                 return _norm(home.layer_norm if way.centered else kernel, way, self, args[0])
-            assert way.mlp is not None
-            layers = [getattr(self, each) for each in way.mlp.first]
-            if not way.mlp.gelu:
-                states = kernel(*(layer(args[0]) for layer in layers))
-            elif is_linear(layers[0]) and all(map(_only_watched, (layers[0], getattr(self, way.mlp.gelu)))):
-                states = home.biased_gelu(product_of(layers[0], args[0]), layers[0].bias, tanh=way.mlp.tanh)
-            else:  # an adapter or a hook came later
+            if way.mlp is None or way.mlp.changed_in(self):
                 return original.forward(self, args[0])
+            layers = [getattr(self, each) for each in way.mlp.first]
+            if way.mlp.gelu:
+                states = home.biased_gelu(product_of(layers[0], args[0]), layers[0].bias, tanh=way.mlp.tanh)
+            else:
+                states = kernel(*(layer(args[0]) for layer in layers))
             for each in way.mlp.after:
                 states = getattr(self, each)(states)
             return states
@@ -804,9 +796,10 @@ _made_again = _instance_of
 
 def _takes(module: nn.Module, x: object) -> bool:
     """Whether a kernel takes this input: a floating tensor where the module's weights lie, neither of them spread."""
-    weight = next(module.parameters())
+    weight = next(module.parameters(), None)
     return (
         isinstance(x, Tensor)
+        and weight is not None
         and x.dim() > 0
         and x.dtype in _NAMES
         and x.device == weight.device
