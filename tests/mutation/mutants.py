@@ -246,6 +246,14 @@ MUTANTS = (
         tests=("kernels/parts/test_sums_in_norms.py",),
     ),
     Mutant(
+        name="sums that stay in fp32",
+        file="kernels/operators.py",
+        old='stays = not isinstance(other, torch.fx.Node) or other.meta["val"].dtype == torch.float32',
+        new="stays = True",
+        falsifies="the bits of a compiled step",
+        tests=("kernels/parts/test_sums_in_norms.py",),
+    ),
+    Mutant(
         name="torch.compile's mode",
         file="training/training_step.py",
         old='torch.compile(parts.forward, mode=None if mode == "default" else mode)',

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 
 from stepscope.core.errors import InputError
 
@@ -165,6 +166,11 @@ _BACKWARD = {f"stepscope::{norm}_backward" for norm in _NORMS}
 """Operators of the norm's gradient, that of x + branch or none, and more; they return the gradient of x, and more."""
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 """What the kernels add in fp32, as PyTorch does."""
+_HALVES = {torch.bfloat16, torch.float16}
+_CASTS = {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+_COPIES = {torch.ops.aten.clone.default, *_CASTS}
+_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default}
+"""Views of a tensor that another dtype does not change."""
 
 
 def sum_in_norms() -> None:
@@ -201,39 +207,41 @@ def _pass_class() -> type[Any]:
 
 
 def sums_into_norms(graph: torch.fx.Graph) -> None:
-    """Let the norms of a graph make the sums before them, and their backward those of its gradient."""
+    """Let the norms of a graph make the sums before them, their backward those of its gradient, and both the casts
+    beside them."""
     named = [(node, node.target.name()) for node in graph.nodes if isinstance(node.target, OpOverload)]
     norms = [(node, name in _FORWARD) for node, name in named if name in _FORWARD | _BACKWARD and not node.kwargs]
     order = {node: i for i, node in enumerate(graph.nodes)} if norms else {}
     for node, is_forward in norms:
         if node.args[1] is None:
             (_sum_before if is_forward else _sum_of_gradients)(node, order)
+    for node, is_forward in norms:
+        _casts_beside(node, is_forward)
 
 
 def _sum_before(norm: torch.fx.Node, order: dict[torch.fx.Node, int]) -> None:
     added = norm.args[0]
     if not _is_sum(added) or any(result.args[1] == 1 for result in norm.users):
         return
-    terms: Any = added.args
-    dtypes = {term.meta["val"].dtype for term in terms}
+    terms = _terms(added)
+    dtypes = {term.meta["val"].dtype for term, _ in terms}
     # A checkpoint saves its output. A norm of the next one, which runs again, must not be what makes it.
-    apart = any(added.meta.get(key) != norm.meta.get(key) for key in ("recompute", "ac_graph_id"))
-    if apart or not (dtypes <= _FLOATS or dtypes == {torch.float64}) or not all(_written(one, added) for one in terms):
+    if not _together(added, norm) or not (dtypes <= _FLOATS or dtypes == {torch.float64}):
+        return
+    if not all(_written(term, reader) for term, reader in terms):
         return
     if all(order[each] < order[added] for each in norm.all_input_nodes if each is not added):
         added.prepend(norm)
         order[norm] = order[added]
     elif any(order[user] < order[norm] for user in added.users):
         return
-    for place, term in enumerate(terms):
+    for place, (term, _) in enumerate(terms):
         _give(norm, place, term)
     with norm.graph.inserting_after(norm):
         total = norm.graph.call_function(operator.getitem, (norm, 1))
     total.meta, order[total] = dict(added.meta), order[norm]
-    y, _, *others = norm.meta["val"]
-    norm.meta["val"] = (y, total.meta["val"], *others)
     added.replace_all_uses_with(total)
-    norm.graph.erase_node(added)
+    _erase(added)
 
 
 def _sum_of_gradients(norm: torch.fx.Node, order: dict[torch.fx.Node, int]) -> None:
@@ -270,6 +278,21 @@ def _is_sum(node: Any) -> TypeGuard[torch.fx.Node]:
     )
 
 
+def _terms(added: torch.fx.Node) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
+    """What a sum adds, each with its reader: behind copies that the sum alone reads, as a dropout of p = 0 leaves them,
+    and behind such casts to fp32, unless the sum would have 16 bits."""
+    terms: list[Any] = [(term, added) for term in added.args]
+    for place, (value, reader) in enumerate(terms):
+        widens = terms[1 - place][0].meta["val"].dtype == added.meta["val"].dtype
+        while [*value.users] == [reader]:
+            copies = value.target is torch.ops.aten.clone.default and value.args[0].meta["val"].is_contiguous()
+            if not copies and not (widens and _cast(value, _HALVES, {torch.float32}) is not None):
+                break
+            value, reader = value.args[0], value  # noqa: PLW2901  (towards what is added)
+        terms[place] = value, reader
+    return terms
+
+
 def _written(value: torch.fx.Node, reader: torch.fx.Node) -> bool:
     """Whether a term lies in memory anyway. One that only the sum reads, as of a dropout, is made by the sum's kernel:
     a norm that adds would have it written first."""
@@ -284,9 +307,136 @@ def _written(value: torch.fx.Node, reader: torch.fx.Node) -> bool:
     return True
 
 
-def _give(norm: torch.fx.Node, place: int, tensor: torch.fx.Node) -> None:
-    """Change an argument of an operator, and how a compiler lays it out."""
-    norm.update_arg(place, tensor)
+def _together(one: torch.fx.Node, other: torch.fx.Node) -> bool:
+    """Whether two nodes belong to the same checkpoint, or to none."""
+    return all(one.meta.get(key) == other.meta.get(key) for key in ("recompute", "ac_graph_id"))
+
+
+def _give(norm: torch.fx.Node, place: int, given: torch.fx.Node | torch.dtype) -> None:
+    """Change an argument of an operator, how a compiler lays it out, and what the operator returns then."""
+    assert isinstance(norm.target, OpOverload)
+    norm.update_arg(place, given)
     if "eager_input_vals" in norm.meta:
         values, named = norm.meta["eager_input_vals"]
-        norm.meta["eager_input_vals"] = (*values[:place], tensor.meta["val"], *values[place + 1 :]), named
+        value = given.meta["val"] if isinstance(given, torch.fx.Node) else given
+        norm.meta["eager_input_vals"] = (*values[:place], value, *values[place + 1 :]), named
+    norm.meta["val"] = norm.target(*map_arg(norm.args, lambda node: node.meta["val"]))
+    for result in norm.users:
+        which = result.args[1]
+        assert isinstance(which, int)
+        _set_value(result, norm.meta["val"][which])
+
+
+def _erase(node: torch.fx.Node) -> None:
+    """Erase a node that nothing reads, and the views and copies that were made for it."""
+    sources = node.all_input_nodes
+    node.graph.erase_node(node)
+    for source in sources:
+        if not source.users and source.target in _VIEWS | _COPIES:
+            _erase(source)
+
+
+# Under autocast a norm writes fp32, which each product casts, and in backward its gradient is cast to fp32 first. The
+# kernels load any dtype, compute in fp32 and round where they store: the same bits without the casts.
+#
+#     y = norm(x, fp32);  y.bfloat16()                       y = norm(x, bf16)
+#     dx = norm_backward(dy.float(), ...)                    dx = norm_backward(dy, ...)
+
+
+def _casts_beside(norm: torch.fx.Node, is_forward: bool) -> None:
+    """Let a norm do the casts of what it reads and writes, where it computes in fp32."""
+    if not all(read.meta["val"].dtype in _FLOATS for read in norm.all_input_nodes):
+        return
+    for place in (0, 1) if is_forward else (0, 1, 2):
+        value, other = norm.args[place], norm.args[1 - place] if is_forward else None
+        # x + branch has fp32 as long as one of them has.
+        stays = not isinstance(other, torch.fx.Node) or other.meta["val"].dtype == torch.float32
+        narrow = _narrow(value) if isinstance(value, torch.fx.Node) and stays and _together(value, norm) else None
+        if isinstance(value, torch.fx.Node) and narrow is not None:
+            _give(norm, place, narrow)
+            if not value.users:
+                _erase(value)
+    result = next((result for result in norm.users if result.args[1] == 0), None)
+    if result is not None:
+        _write_narrow(norm, result)
+
+
+def _write_narrow(norm: torch.fx.Node, result: torch.fx.Node) -> None:
+    """Let a norm write in 16 bits what all its readers cast to them. Where others read a gradient in fp32, RMSNorm's
+    backward writes that of the branch beside it."""
+    assert isinstance(norm.target, OpOverload)
+    casts, alone = _casts_of(result)
+    dtypes = {cast.meta["val"].dtype for cast in casts}
+    names = [argument.name for argument in norm.target._schema.arguments]
+    branch = names.index("branch_dtype") if "branch_dtype" in names else None
+    of_a_branch = branch is not None and norm.args[branch] is not None
+    if len(dtypes) != 1 or of_a_branch or not all(_together(cast, result) for cast in casts):
+        return
+    narrow = result
+    if alone:
+        _give(norm, names.index("dtype"), *dtypes)
+    elif branch is not None and all(each.args[1] != 1 for each in norm.users):
+        _give(norm, branch, *dtypes)
+        with norm.graph.inserting_after(norm):
+            narrow = norm.graph.call_function(operator.getitem, (norm, 1))
+        narrow.meta = dict(casts[0].meta)
+    else:
+        return
+    for cast in casts:
+        source = cast.args[0]
+        assert isinstance(source, torch.fx.Node)
+        cast.replace_all_uses_with(_viewed(source, result, narrow))
+        _erase(cast)
+
+
+def _set_value(node: torch.fx.Node, value: Tensor) -> None:
+    node.meta["val"] = value
+    if "tensor_meta" in node.meta:
+        node.meta["tensor_meta"] = node.meta["tensor_meta"]._replace(dtype=value.dtype, shape=value.shape)
+
+
+def _casts_of(value: torch.fx.Node) -> tuple[list[torch.fx.Node], bool]:
+    """The casts of a value to 16 bits, perhaps behind views, and whether nothing else reads it."""
+    casts, alone = [], True
+    for user in value.users:
+        if user.target in _VIEWS:
+            behind, only = _casts_of(user)
+            casts, alone = casts + behind, alone and only
+        elif _cast(user, {torch.float32}, _HALVES) is not None:
+            casts.append(user)
+        else:
+            alone = False
+    return casts, alone
+
+
+def _narrow(value: torch.fx.Node) -> torch.fx.Node | None:
+    """The tensor of 16 bits that a value holds in fp32, behind the same views; None where it holds another."""
+    cast = value
+    while cast.target in _VIEWS:
+        assert isinstance(cast.args[0], torch.fx.Node)
+        cast = cast.args[0]
+    source = _cast(cast, _HALVES, {torch.float32})
+    return None if source is None else _viewed(value, cast, source)
+
+
+def _viewed(value: torch.fx.Node, base: torch.fx.Node, other: torch.fx.Node) -> torch.fx.Node:
+    """The views that make a value of a base, made of another tensor, which differs from it in dtype."""
+    if value is base:
+        return other
+    assert isinstance(value.args[0], torch.fx.Node) and callable(value.target)
+    source = _viewed(value.args[0], base, other)
+    with value.graph.inserting_before(value):
+        view = value.graph.call_function(value.target, (source, *value.args[1:]), value.kwargs)
+    view.meta = dict(value.meta)
+    _set_value(view, value.meta["val"].to(other.meta["val"].dtype))
+    return view
+
+
+def _cast(node: torch.fx.Node, of: set[torch.dtype], to: set[torch.dtype]) -> torch.fx.Node | None:
+    """What a node casts from one of these dtypes to one of those, and does no more to; None if it is no such cast."""
+    source = node.args[0] if node.target in _CASTS else None
+    if not isinstance(source, torch.fx.Node):
+        return None
+    before, after = source.meta["val"], node.meta["val"]
+    as_it_lies = before.device == after.device and before.is_contiguous() and after.is_contiguous()
+    return source if before.dtype in of and after.dtype in to and as_it_lies else None

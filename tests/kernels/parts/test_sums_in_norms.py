@@ -1,9 +1,13 @@
-"""Sums that a compiled graph hands to the norms beside them: which, the numbers, and the graphs kept on disk."""
+"""Sums and casts that a compiled graph hands to the norms beside them: which, the numbers, and the graphs kept on disk.
 
+The casts are to fp16: Triton's interpreter rounds to it as PyTorch does, and cuts bf16 off.
+"""
+
+import operator
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
@@ -38,16 +43,19 @@ def _compiled_anew() -> Iterator[None]:
 
 
 class Joint:
-    """A compiler that runs the pass on the graph of both directions, and PyTorch's own partitioner."""
+    """A compiler that runs the pass on the graph of both directions, or leaves it, and PyTorch's own partitioner."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, apart: bool = False) -> None:
+        self.apart = apart
         self.graphs: list[torch.fx.Graph] = []
         self.saved: list[int] = []
         run: Any = lambda module, _: make_boxed_func(module.forward)  # noqa: E731
-        self.backend = aot_autograd(fw_compiler=run, partition_fn=self._cut)
+        table = select_decomp_table()
+        self.backend = aot_autograd(fw_compiler=run, partition_fn=self._cut, decompositions=table)
 
     def _cut(self, module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
-        operators.sums_into_norms(module.graph)
+        if not self.apart:
+            operators.sums_into_norms(module.graph)
         module.graph.lint()
         module.recompile()
         self.graphs.append(module.graph)
@@ -61,18 +69,42 @@ class Joint:
     def sums(self) -> tuple[int, int]:
         """How many norms make the sum before them, and how many the one of their gradients."""
         norms = [(str(node.target), node.args) for graph in self.graphs for node in graph.nodes]
-        of_norms = [(name, args[1]) for name, args in norms if name.startswith("stepscope.")]
+        of_norms = [(name, args[1]) for name, args in norms if name.startswith("stepscope.") and "_norm_" in name]
         forward, backward = (
             sum(which in name and given is not None for name, given in of_norms) for which in ("forward", "backward")
         )
         return forward, backward
 
+    def casts(self) -> int:
+        """How many casts to 16 bits and back read what a norm wrote, or wrote what one reads, if behind views."""
+        passing = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default)
+
+        def beside(nodes: Iterable[torch.fx.Node], way: str) -> bool:
+            return any(
+                "_norm_" in str(node.target)
+                or (node.target in (*passing, operator.getitem) and beside(getattr(node, way), way))
+                for node in nodes
+            )
+
+        casts = [
+            node for graph in self.graphs for node in graph.nodes
+            if node.target in (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+        ]  # fmt: skip
+        return sum(beside(cast.all_input_nodes, "all_input_nodes") or beside(cast.users, "users") for cast in casts)
+
 
 def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
     of = [each.detach().clone().requires_grad_() for each in inputs]
+    torch.manual_seed(0)  # dropout's
     result = function(*of)
     upstream = torch.linspace(-1, 1, result.numel(), device=DEVICE, dtype=result.dtype).view(result.shape)
     return [result, *torch.autograd.grad(result, of, upstream)]
+
+
+def same(found: list[Tensor], known: list[Tensor]) -> None:
+    """Bit for bit; a GPU's compiler may round a product and a sum behind it once, where one kernel makes both."""
+    tolerance = 0 if DEVICE.type == "cpu" else 1e-3
+    torch.testing.assert_close(found, known, rtol=tolerance, atol=tolerance)
 
 
 M = 8
@@ -91,7 +123,7 @@ def residual(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
 
 def of_layer_norms(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
     """Under autocast, without a bias and with one; the last norm stands behind the sum, as BERT's do."""
-    s = x + layer_norm(x, weight, None, 1e-5).bfloat16() @ by.bfloat16()
+    s = x + layer_norm(x, weight, None, 1e-5).half() @ by.half()
     s = s + layer_norm(s, weight, 2 * weight, 1e-5) @ by
     return layer_norm(s + s.sin() @ by, weight, weight.sin(), 1e-5)
 
@@ -138,8 +170,8 @@ def weight_made_of_the_sum(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
 
 
 def mixed(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
-    """As under autocast: the residual in fp32, and what is added in bf16."""
-    s = x + (x.bfloat16() @ by.bfloat16())
+    """As under autocast: the residual in fp32, and what is added in 16 bits."""
+    s = x + (x.half() @ by.half())
     return s + norm(s, weight).square()
 
 
@@ -152,66 +184,194 @@ def of_itself(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
     return s + norm(s + s, weight)
 
 
+def of_casts(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """RMSNorm's backward writes the branch's gradient, too; the last norm is read in fp32."""
+    s = x + norm(x, weight).half() @ by.half()
+    s = s + norm(s, weight).half() @ by.half()
+    return s + norm(s, weight).sin()
+
+
+def behind_views(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    return (norm(x, weight).view(-1, M).view(-1, M).half() @ by.half()).view(x.shape)
+
+
+def of_two_readers(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """Both in fp16, one of them behind a view; their gradients are added in fp32."""
+    y = norm(x, weight)
+    return y.half() @ by.half() + (y.view(-1, M).half() @ by.half()).view(x.shape)
+
+
+def of_two_dtypes(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    y = norm(x, weight)
+    return y.half() @ by.half() + y.bfloat16() @ by.bfloat16()
+
+
+def of_a_reader_in_fp32(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    y = norm(x, weight)
+    return y + y.half() @ by.half()
+
+
+def narrow_inputs(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """Of x in 16 bits, computed and differentiated in fp32."""
+    return norm((x.half() @ by.half()).float(), weight).square()
+
+
+def a_narrow_term(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    return norm(x + (x.half() @ by.half()).float(), weight)
+
+
+def two_narrow_terms(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """What they would add has fp32: they are left, but for the gradient that both cast."""
+    y = x.half() @ by.half()
+    return norm(y.float() + (y @ by.half()).float(), weight)
+
+
+def of_doubles(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """Rounded twice: by the norm, and by the cast."""
+    return rms_norm(x.double(), None, weight.double(), 1e-5, torch.float32)[1].half() @ by.half()
+
+
+def branch_given(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """Its backward writes two gradients as it is."""
+    s, y = rms_norm(x, x.half() @ by.half(), weight, 1e-5, torch.float32)
+    return s + y.half() @ by.half()
+
+
+def narrow_branch_given(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """One of two is read in 16 bits, and the sum stays in fp32."""
+    y = x.half() @ by.half()
+    s, y = rms_norm(y.float(), (y @ by.half()).float(), weight, 1e-5)
+    return s + y.square()
+
+
+def of_no_dropout(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """A dropout of p = 0 leaves a copy."""
+    s = torch.nn.functional.dropout(x.half() @ by.half(), 0.0) + x
+    return s + norm(s, weight).square()
+
+
+def of_dropout(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    s = torch.nn.functional.dropout(x.half() @ by.half(), 0.5) + x
+    return s + norm(s, weight).square()
+
+
 @pytest.mark.parametrize(
-    ("function", "sums"),
+    ("function", "sums", "casts"),
     [
-        (residual, (2, 3)),
-        (of_layer_norms, (2, 2)),
-        (no_later_reader, (1, 0)),
-        (with_alpha, (0, 0)),
-        (with_number, (0, 0)),
-        (broadcast, (0, 0)),
-        (two_norms, (1, 2)),
-        (transposed, (0, 0)),
-        (of_what_is_fused, (0, 0)),
-        (weight_made_later, (1, 1)),
-        (weight_made_of_the_sum, (0, 0)),
-        (mixed, (1, 1)),
-        (double_and_single, (0, 0)),
-        (of_itself, (1, 0)),
+        (residual, (2, 3), (0, 0)),
+        (of_layer_norms, (2, 2), (2, 1)),
+        (no_later_reader, (1, 0), (0, 0)),
+        (with_alpha, (0, 0), (0, 0)),
+        (with_number, (0, 0), (0, 0)),
+        (broadcast, (0, 0), (0, 0)),
+        (two_norms, (1, 2), (0, 0)),
+        (transposed, (0, 0), (0, 0)),
+        (of_what_is_fused, (0, 0), (0, 0)),
+        (weight_made_later, (1, 1), (0, 0)),
+        (weight_made_of_the_sum, (0, 0), (0, 0)),
+        (mixed, (1, 1), (0, 0)),
+        (double_and_single, (0, 0), (6, 6)),
+        (of_itself, (1, 0), (0, 0)),
+        (of_casts, (2, 3), (4, 0)),
+        (behind_views, (0, 0), (2, 0)),
+        (of_two_readers, (0, 0), (2, 0)),
+        (of_two_dtypes, (0, 0), (2, 2)),
+        (of_a_reader_in_fp32, (0, 0), (1, 1)),
+        (narrow_inputs, (0, 0), (2, 0)),
+        (a_narrow_term, (1, 0), (1, 0)),
+        (two_narrow_terms, (0, 0), (2, 0)),
+        (of_doubles, (0, 0), (6, 6)),
+        (branch_given, (1, 1), (2, 0)),
+        (narrow_branch_given, (1, 1), (4, 3)),
+        (of_no_dropout, (1, 1), (0, 0)),
+        (of_dropout, (0, 1), (0, 0)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_norm_makes_the_sums_that_are_its_own(function: Callable[..., Tensor], sums: tuple[int, int]):
+def test_a_norm_makes_the_sums_and_casts_that_are_its_own(
+    function: Callable[..., Tensor], sums: tuple[int, int], casts: tuple[int, int]
+):
+    """casts: those beside norms, in a graph that is left as it is and in one that is not."""
     inputs = [normal(4, 3, M, dtype=torch.float32), normal(M, M, dtype=torch.float32), normal(M, dtype=torch.float32)]
     if function is transposed:
         inputs[0] = normal(4, M, M, dtype=torch.float32)
-    joint = Joint()
-    found, right = gradients(joint.compile(function), *inputs), gradients(function, *inputs)
-    torch.testing.assert_close(found, right, rtol=2e-2 if function in (mixed, of_layer_norms) else 1e-5, atol=1e-5)
-    assert joint.sums() == sums
+    apart, joint = Joint(apart=True), Joint()
+    known = gradients(apart.compile(function), *inputs)
+    torch._dynamo.reset()
+    found = gradients(joint.compile(function), *inputs)
+    same(found, known)
+    if function is not of_dropout:
+        loose = function in (mixed, of_layer_norms)
+        torch.testing.assert_close(found, gradients(function, *inputs), rtol=2e-2 if loose else 1e-5, atol=1e-5)
+    assert (joint.sums(), (apart.casts(), joint.casts())) == (sums, casts)
     for value in (node.meta["val"] for graph in joint.graphs for node in graph.nodes if node.op == "call_function"):
         assert all(isinstance(each, Tensor) for each in ((value,) if isinstance(value, Tensor) else value))
+
+
+def llama() -> tuple[Any, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, use_cache=False,
+    )  # fmt: skip
+    tokens = torch.arange(16, device=DEVICE).view(2, 8)
+    return transformers.LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def vit() -> tuple[Any, dict[str, Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4
+    )
+    images = torch.linspace(-1, 1, 2 * 3 * 8 * 8, device=DEVICE).view(2, 3, 8, 8)
+    return transformers.ViTForImageClassification(config), {
+        "pixel_values": images,
+        "labels": torch.arange(2, device=DEVICE),
+    }
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_llama_has_no_sum_beside_a_norm(dynamic: bool):
     """The numbers are those of its operators apart, and no more is saved for backward."""
-    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, use_cache=False,
-        )
-    ).to(DEVICE)  # fmt: skip
-    replace_parts(model, norm="fused")
-    tokens = torch.arange(16, device=DEVICE).view(2, 8)
+    model, inputs = llama()
+    replace_parts(model.to(DEVICE), norm="fused")
 
     def numbers(call: Any) -> list[Tensor]:
-        loss = call(input_ids=tokens, labels=tokens).loss
+        loss = call(**inputs).loss
         return [loss, *torch.autograd.grad(loss, [*model.parameters()])]
 
     if dynamic:
-        torch._dynamo.mark_dynamic(tokens, 1)
-    apart, joint = Joint(), Joint()
+        torch._dynamo.mark_dynamic(inputs["input_ids"], 1)
+    apart, joint = Joint(apart=True), Joint()
     right = numbers(model)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operators, "sums_into_norms", lambda _: None)
-        torch.testing.assert_close(numbers(apart.compile(model)), right, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(numbers(apart.compile(model)), right, rtol=1e-4, atol=1e-6)
     torch._dynamo.reset()
     torch.testing.assert_close(numbers(joint.compile(model)), right, rtol=1e-4, atol=1e-6)
     assert (apart.sums(), joint.sums()) == ((0, 0), (4, 4))
+    assert joint.saved <= apart.saved
+
+
+@pytest.mark.parametrize(
+    ("made", "sums", "casts"), [(llama, (4, 4), (11, 0)), (vit, (4, 4), (9, 4))], ids=["llama", "vit"]
+)
+def test_a_model_under_autocast_has_the_same_numbers_without_the_casts(
+    made: Callable[[], tuple[Any, dict[str, Tensor]]], sums: tuple[int, int], casts: tuple[int, int]
+):
+    """Bit for bit, and no more is saved. LayerNorm's gradient is cast for the branch, as its backward writes one."""
+    torch.manual_seed(0)
+    model, inputs = made()
+    replace_parts(model.to(DEVICE), norm="fused", mlp="fused", projections="joint")
+
+    def numbers(joint: Joint) -> list[Tensor]:
+        torch._dynamo.reset()
+        with torch.autocast(DEVICE.type, torch.float16):
+            loss = joint.compile(model)(**inputs).loss
+        return [loss, *torch.autograd.grad(loss, [*model.parameters()])]
+
+    apart, joint = Joint(apart=True), Joint()
+    same(numbers(joint), numbers(apart))
+    assert (joint.sums(), (apart.casts(), joint.casts())) == (sums, casts)
     assert joint.saved <= apart.saved
 
 
@@ -236,6 +396,26 @@ def test_the_output_of_a_checkpoint_is_no_work_of_the_next_one():
     again = any("rms_norm" in node.name and "recompute" in node.meta for node in joint.graphs[0].nodes)
     assert joint.sums() == (2 if again else 0, 4)
     assert not again or joint.saved == [5]  # x, by, the weight, the first block's output, and the gradient
+
+
+def test_a_cast_behind_a_checkpoint_is_no_work_of_its_norm():
+    """The norm runs again for its own block's backward; what is read behind that is kept as it was."""
+
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        return norm(x.sin(), weight)
+
+    def function(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+        y = checkpoint(block, x, weight, use_reentrant=False)
+        assert isinstance(y, Tensor)
+        return y.half() @ by.half()
+
+    inputs = [normal(4, 3, M, dtype=torch.float32), normal(M, M, dtype=torch.float32), normal(M, dtype=torch.float32)]
+    apart, joint = Joint(apart=True), Joint()
+    known = gradients(apart.compile(function), *inputs)
+    torch._dynamo.reset()
+    same(gradients(joint.compile(function), *inputs), known)
+    again = any("rms_norm" in node.name and "recompute" in node.meta for node in joint.graphs[0].nodes)
+    assert (apart.casts(), joint.casts()) == (2, int(again)) and joint.saved == apart.saved
 
 
 def test_a_pass_of_the_user_s_runs_first_and_keeps_its_name(monkeypatch: pytest.MonkeyPatch):
