@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
 
@@ -234,6 +235,75 @@ def test_what_is_changed_after_the_swap_is_computed_as_it_is_now():
         now = gradients(model)[0]
         replaced.restore()
         assert torch.equal(now, gradients(model)[0])
+
+
+class _Scaling(nn.Module):
+    """Query, key and value, of which the first is scaled in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(12, 12) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q *= 0.5
+        return q * k + v.mul_(2.0)
+
+
+def test_joint_projections_may_be_changed_in_place():
+    model = net(_Scaling())
+    before = gradients(model)
+    replaced = replace_parts(model, projections="joint")
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for run in (model, compiled):
+        after = gradients(run)
+        for one, other in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    replaced.restore()
+    assert torch.equal(gradients(model)[0], before[0])
+
+
+class _Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2.0 * weight
+
+
+def test_what_wraps_a_replaced_module_stays_when_that_is_restored():
+    norm, projections = nn.LayerNorm(12), _Scaling()
+    model = net(norm, projections)
+    replaced = replace_parts(model, norm="fused", projections="joint")
+    for module in (norm, projections.q_proj):
+        parametrize.register_parametrization(module, "weight", _Twice())
+    wrapped = gradients(model)[0]
+    replaced.restore()
+    assert not any("stepscope" in base.__module__ for base in type(projections.q_proj).__mro__)
+    torch.testing.assert_close(gradients(model)[0], wrapped, rtol=1e-5, atol=1e-5)
+    parametrize.remove_parametrizations(norm, "weight")
+    assert type(norm) is nn.LayerNorm
+
+
+def test_a_call_that_fails_leaves_what_an_earlier_one_replaced():
+    model = net()
+    replace_parts(model, norm="fused")
+    for parts in ({"attention": "flash"}, {"projections": "joint"}, {"mlp": "fused", "attention": "flash"}):
+        model[2] = nn.Identity() if "projections" in parts else model[2]
+        kinds = [type(module) for module in model.modules()]
+        with pytest.raises(InputError, match="leave out"):
+            replace_parts(model, **parts)  # pyright: ignore[reportArgumentType]
+        assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize("kind", ["Falcon", "GPTNeo"])
+def test_attention_that_is_written_out_in_a_models_own_code_is_refused(kind: str):
+    transformers = pytest.importorskip("transformers")
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_layers": 1, "num_hidden_layers": 1, "vocab_size": 40}
+    sizes |= {"num_heads": 2, "attention_types": [[["global"], 1]]} if kind == "GPTNeo" else {"num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}Model")(config)
+    named = config._attn_implementation
+    with pytest.raises(InputError, match="has attention written out in its own code; leave out attention"):
+        replace_parts(model, attention="flash")
+    assert config._attn_implementation == named and "attention" in replaced_module.absent_from(model)
 
 
 def test_a_module_that_computes_something_else_is_left_and_named():

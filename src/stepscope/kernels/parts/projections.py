@@ -191,7 +191,9 @@ class _Joint(torch.autograd.Function):
         ctx.save_for_backward(x, *weights)
         ctx.bias_dtypes = [bias.dtype for bias in biases]
         ctx.of_biases = functools.reduce(torch.promote_types, ctx.bias_dtypes) if biases else None
-        return run(x, list(weights), list(biases)).split([weight.shape[0] for weight in weights], dim=-1)
+        lengths = [weight.shape[0] for weight in weights]
+        # A model may scale its queries in place, which autograd forbids of a function's several views.
+        return tuple(torch.unsafe_split_with_sizes(run(x, list(weights), list(biases)), lengths, dim=-1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -349,11 +351,22 @@ def join_projections(model: nn.Module) -> Callable[[], None]:
             layer.__class__ = next(kind for kind, of_patches in _OF_PATCHES.items() if type(layer) is of_patches)
         for group in groups:
             for layer in group.layers:
-                layer.__class__ = nn.Linear
+                layer.__class__ = class_again(type(layer), _JointLinear, nn.Linear)
                 for name in ("joint", "place"):
                     vars(layer).pop(name, None)
 
     return undo
+
+
+def class_again(kind: Any, replacement: type[nn.Module], original: type[nn.Module]) -> Any:
+    """The class of a module whose replacement is taken back: its original, or what somebody made of the replacement
+    since, as FSDP and parametrizations do, made of the original."""
+    if kind is replacement or not issubclass(kind, replacement):
+        return original if kind is replacement else kind
+    body = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    bases = tuple(class_again(each, replacement, original) for each in kind.__bases__)
+    made_by: Any = type(kind)
+    return made_by(kind.__name__, bases, body)
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[nn.Module, list[Any], str]]:

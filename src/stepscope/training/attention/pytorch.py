@@ -168,6 +168,11 @@ def swap_attention(model: nn.Module, name: str, function: AttentionFunction) -> 
             f"attention {name} takes the place of sdpa or eager, and {type(model).__name__} has {said}; leave out "
             "attention"
         )
+    if not calls_by_name(model):
+        raise InputError(
+            f"attention {name} takes the place of what transformers calls by name, and {type(model).__name__} has "
+            "attention written out in its own code; leave out attention"
+        )
     for own in {*named}:
         _register(own, name, function)  # every time: a function of this name may be another one by now
     parts = [part for part in model.modules() if hasattr(part, "config") and hasattr(part, "base_model_prefix")]
@@ -184,6 +189,22 @@ def swap_attention(model: nn.Module, name: str, function: AttentionFunction) -> 
             part.__class__ = kind
 
     return undo
+
+
+def calls_by_name(model: nn.Module) -> bool:
+    """Whether some module of a model is of code that has transformers call the attention that its configuration names.
+    Such a name stands in configurations of all models, and others write their attention out, or choose it by that."""
+    return any(_BY_NAME in _names_beside(type(module)) for module in model.modules())
+
+
+_BY_NAME = "ALL_ATTENTION_FUNCTIONS"
+"""The name by which transformers' models know these attentions."""
+
+
+@functools.cache
+def _names_beside(kind: type[nn.Module]) -> frozenset[str]:
+    """The names in the file of a class's forward."""
+    return frozenset(getattr(inspect.unwrap(kind.forward), "__globals__", ()))
 
 
 @functools.cache
@@ -487,7 +508,7 @@ def attention_found(model: nn.Module, name: str, calls: Mapping[tuple[str, str],
     Before any call, those that look for it by transformers' interface."""
     if calls is None:
         forwards = ((type(each).__name__, inspect.unwrap(type(each).forward)) for each in model.modules())
-        calls = Counter((kind, "") for kind, each in forwards if "ALL_ATTENTION_FUNCTIONS" in each.__code__.co_names)
+        calls = Counter((kind, "") for kind, each in forwards if _BY_NAME in each.__code__.co_names)
     return [
         PartFound(part="attention", kernels=name, type=kind, modules=count, replaced=not why, why=why)
         for (kind, why), count in calls.items()

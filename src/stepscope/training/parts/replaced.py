@@ -13,6 +13,7 @@ objects with the same names. Calls that the kernel does not take, of other argum
 module's own forward.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -44,6 +45,7 @@ from stepscope.core.parts import (
 from stepscope.core.workloads import PROJECTIONS
 from stepscope.kernels.operators import transformed_by_func
 from stepscope.kernels.parts.projections import (
+    class_again,
     convolutions_of,
     groups_of,
     join_projections,
@@ -53,7 +55,7 @@ from stepscope.kernels.parts.projections import (
 )
 from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import TORCH_DTYPES
-from stepscope.training.attention.pytorch import attention_found, swap_attention
+from stepscope.training.attention.pytorch import attention_found, calls_by_name, swap_attention
 from stepscope.training.parts import part_function
 from stepscope.training.parts.formulas import MlpLayers, epsilon_of, mlp_layers, only_watched, product_of, widths_of
 from stepscope.training.parts.gate import (
@@ -536,9 +538,10 @@ class Replaced:
         for undo in reversed(self._undo):
             undo()
         for module in self.model.modules():
-            original = getattr(type(module), "_stepscope_original", None)
-            if original is not None:
-                module.__class__ = original
+            bases: tuple[Any, ...] = type(module).__mro__
+            replacement = next((each for each in bases if "_stepscope_original" in vars(each)), None)
+            if replacement is not None:
+                module.__class__ = class_again(bases[0], replacement, replacement._stepscope_original)
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.found))
@@ -558,9 +561,16 @@ def replace_in(model: nn.Module, chosen: Mapping[Part, Kernels]) -> Replaced:
     if first.dtype not in _NAMES:
         raise InputError(f"{type(model).__name__} is {first.dtype}: parts take fp32, bf16 and fp16")
     check_parts(requested, first.device.type, _NAMES[first.dtype], {})
+    with _whole_or_not(model):
+        return _replaced_parts(model, requested)
+
+
+@contextlib.contextmanager
+def _whole_or_not(model: nn.Module) -> Iterator[None]:
+    """Where an InputError leaves it, every module has its class again, be it its own or one of an earlier call."""
     before = [(module, type(module)) for module in model.modules()]
     try:
-        return _replaced_parts(model, requested)
+        yield
     except InputError:
         for module, kind in before:
             module.__class__ = kind
@@ -857,19 +867,17 @@ def replace_parts(
         raise InputError("replace_parts needs a part: say norm='fused', mlp='fused', loss='fused' or kernels='fused'")
     choose(projections or "apart", PROJECTIONS, "projections")
     choose(attention or "sdpa", tuple(ATTENTIONS), "attention")
-    replaced = replace_in(model, chosen) if chosen else Replaced(model, ())
-    try:
+    with _whole_or_not(model), contextlib.ExitStack() as undone:
+        replaced = replace_in(model, chosen) if chosen else Replaced(model, ())
         if attention is not None:
-            undo = swap_attention(model, attention, implementation(attention))
+            undo = undone.callback(swap_attention(model, attention, implementation(attention)))
             found = replaced.found + tuple(attention_found(model, attention))
             replaced = dataclasses.replace(replaced, found=found, _undo=(undo,))
         if projections == "joint":
             undo = join_projections(model)
             found = replaced.found + tuple(projections_found(model))
             replaced = dataclasses.replace(replaced, found=found, _undo=(*replaced._undo, undo))
-    except InputError:
-        replaced.restore()
-        raise
+        undone.pop_all()
     for group in joined(model):
         lie_together([layer.weight for layer in group.layers])
     left = [str(each) for each in replaced.left if each.part in PARTS]
@@ -885,8 +893,8 @@ def replace_parts(
 def absent_from(model: nn.Module) -> tuple[str, ...]:
     """Fields of a workload whose choices would replace nothing in this model, since it has no such module."""
     modules = [*model.modules()]
-    by_name = any(getattr(getattr(each, "config", None), "_attn_implementation", None) for each in modules)
-    absent = [] if by_name else ["attention"]
+    named = any(getattr(getattr(each, "config", None), "_attn_implementation", None) for each in modules)
+    absent = [] if named and calls_by_name(model) else ["attention"]
     joinable = any(True for _ in groups_of(model)) or any(not why for _, _, why in convolutions_of(model))
     absent += [] if joinable else ["projections"]
     return *absent, *(part for part in PARTS if not any(_ways(each, part) for each in modules))
