@@ -1,6 +1,7 @@
 """The fused parts against float64: on a GPU, or without one in Triton's interpreter (conftest.py)."""
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from stepscope.core import parts as records
 from stepscope.core.errors import InputError
 from stepscope.core.parts import TensorDtype
+from stepscope.kernels.operators import HERE
 from stepscope.kernels.parts import loss as of_loss
 from stepscope.kernels.parts.loss import linear_cross_entropy
 from stepscope.kernels.parts.mlp import biased_gelu, silu_product
@@ -112,6 +114,14 @@ def test_gelu_of_a_linear_layer_is_pytorchs(sizes: tuple[int, ...], dtype: torch
         assert found.dtype == dtype and float((found - right).norm() / right.norm()) < max(2 * unit, 1e-15)
     frozen = biased_gelu(h.detach().requires_grad_(), bias.detach(), tanh=tanh)
     assert torch.equal(frozen, biased_gelu(h, bias, tanh=tanh)) and frozen.requires_grad
+
+
+def test_gelu_takes_any_number_of_rows(monkeypatch: pytest.MonkeyPatch):
+    """A GPU takes 65,535 programs in a grid's second dimension, and any number in its first."""
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(HERE, "watcher", lambda _compiled, grid, _arguments: grids.append(grid))
+    torch.ops.stepscope.biased_gelu_forward(normal(600, 300).detach(), None, False)
+    assert [math.prod(grid[1:]) for grid in grids] == [1]
 
 
 def test_gelu_of_16_bits_is_near_itself_far_from_zero():

@@ -222,11 +222,12 @@ def gelu_factors(x, TANH: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def biased_gelu_forward(
-    h, bias, out, rows, width, stride, BIASED: tl.constexpr, TANH: tl.constexpr, EXACT: tl.constexpr,
+    h, bias, out, rows, width, stride, across, BIASED: tl.constexpr, TANH: tl.constexpr, EXACT: tl.constexpr,
     WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    program = tl.program_id(0)
+    row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = program % across * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows) & (column < width)[None, :]
     x = tl.load(h + row * stride + column[None, :], mask=inside, other=0.0).to(WIDE)
     if BIASED:
@@ -268,9 +269,11 @@ def _gelu(h: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     if h.numel():
         (rows,) = _rows(h, flat=False)
         count, width = rows.shape
+        across = tiles_of(width, _GELU_BLOCK)
+        # In one dimension: another has at most 65,535 programs, which are half a million rows.
         launch_at(
-            h, biased_gelu_forward, (tiles_of(width, _GELU_BLOCK), tiles_of(count, _GELU_ROWS)),
-            rows, rows if bias is None else bias, out, count, width, rows.stride(0),
+            h, biased_gelu_forward, (across * tiles_of(count, _GELU_ROWS),),
+            rows, rows if bias is None else bias, out, count, width, rows.stride(0), across,
             BIASED=bias is not None, ROWS=_GELU_ROWS, num_warps=4, **_options(h, tanh),
         )  # fmt: skip
     return out
