@@ -143,6 +143,16 @@ def test_layer_norms_are_replaced(bias: bool, autocast: bool):
         replace_parts(net(nn.LayerNorm(12)), norm="compiled")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layer_norm_has_its_own_dtype_under_autocast(dtype: torch.dtype):
+    norm = nn.LayerNorm(12, device=DEVICE, dtype=dtype)
+    x = torch.randn(3, 12, device=DEVICE, dtype=dtype)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        before = norm(x).dtype
+        replace_parts(nn.Sequential(norm), norm="fused")
+        assert norm(x).dtype == before
+
+
 def test_other_activations_and_dropouts_that_are_not_called_keep_their_code():
     for act in (nn.ReLU(), nn.SiLU(), nn.GELU(), nn.PReLU(), "gelu"):
         if isinstance(act, nn.GELU):

@@ -824,7 +824,7 @@ def _norm(kernel: Callable[..., Any], way: _Way, module: nn.Module, x: Tensor) -
     dtype = torch.promote_types(x.dtype, weight.dtype) if way.promoted else x.dtype
     if way.centered:
         bias: Any = module.bias
-        widens = way.promoted and torch.is_autocast_enabled(x.device.type)
+        widens = way.promoted and x.is_cuda and torch.is_autocast_enabled("cuda")  # a CPU's autocast leaves it
         dtype = torch.promote_types(dtype, torch.float32) if widens else dtype
         return kernel(x, weight, bias, epsilon_of(module, x.dtype), dtype)
     by = weight if not way.offset else way.offset + weight.float()
