@@ -102,8 +102,9 @@ def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
 
 
 def same(found: list[Tensor], known: list[Tensor]) -> None:
-    """Bit for bit; a GPU's compiler may round a product and a sum behind it once, where one kernel makes both."""
-    tolerance = 0 if DEVICE.type == "cpu" else 1e-3
+    """Bit for bit; a GPU's compiler may round a product and a sum behind it once, where one kernel makes both, and a
+    number that is then cast to 16 bits may round to the next one."""
+    tolerance = 0 if DEVICE.type == "cpu" else 1e-2
     torch.testing.assert_close(found, known, rtol=tolerance, atol=tolerance)
 
 
@@ -301,8 +302,9 @@ def test_a_norm_makes_the_sums_and_casts_that_are_its_own(
     found = gradients(joint.compile(function), *inputs)
     same(found, known)
     if function is not of_dropout:
-        loose = function in (mixed, of_layer_norms)
-        torch.testing.assert_close(found, gradients(function, *inputs), rtol=2e-2 if loose else 1e-5, atol=1e-5)
+        rtol = 2e-2 if "half" in function.__code__.co_names else 1e-5
+        atol = 1e-5 if DEVICE.type == "cpu" else rtol
+        torch.testing.assert_close(found, gradients(function, *inputs), rtol=rtol, atol=atol)
     assert (joint.sums(), (apart.casts(), joint.casts())) == (sums, casts)
     for value in (node.meta["val"] for graph in joint.graphs for node in graph.nodes if node.op == "call_function"):
         assert all(isinstance(each, Tensor) for each in ((value,) if isinstance(value, Tensor) else value))
