@@ -147,10 +147,13 @@ def test_layer_norms_are_replaced(bias: bool, autocast: bool):
 def test_layer_norm_has_its_own_dtype_under_autocast(dtype: torch.dtype):
     norm = nn.LayerNorm(12, device=DEVICE, dtype=dtype)
     x = torch.randn(3, 12, device=DEVICE, dtype=dtype)
-    with torch.autocast(DEVICE.type, torch.bfloat16):
-        before = norm(x).dtype
-        replace_parts(nn.Sequential(norm), norm="fused")
-        assert norm(x).dtype == before
+    kinds: list[torch.dtype] = []
+    for replacing in (False, True):
+        if replacing:
+            replace_parts(nn.Sequential(norm), norm="fused")
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            kinds.append(norm(x).dtype)
+    assert kinds[0] == kinds[1]
 
 
 def test_other_activations_and_dropouts_that_are_not_called_keep_their_code():
@@ -271,6 +274,21 @@ def test_joint_projections_may_be_changed_in_place():
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     replaced.restore()
     assert torch.equal(gradients(model)[0], before[0])
+
+
+def test_a_weight_that_is_made_when_its_layer_is_called_is_no_part_of_a_joint_product():
+    def doubled(layer: Any, _: Any) -> None:
+        layer.weight.data.mul_(2.0)
+
+    own = net(_Scaling())
+    model = copy.deepcopy(own)
+    replace_parts(model, projections="joint")
+    for each in (own, model):
+        projections: Any = each[1]
+        projections.k_proj.register_forward_pre_hook(doubled)
+    (expected, due), (found, gradient) = gradients(own), gradients(model)
+    for one, other in zip((found, *gradient), (expected, *due), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 class _Twice(nn.Module):

@@ -271,7 +271,7 @@ class Joint:
 
     def part(self, place: int, x: Tensor) -> Tensor | None:
         """The product of one of them; None where it is to compute it by itself."""
-        if self.apart:
+        if self.apart or (self.x is None and not all(map(_is_whole, self.layers))):
             return None
         if self.x is None:
             parts = joint_projections(x, [layer.weight for layer in self.layers], self.biases)
@@ -283,6 +283,13 @@ class Joint:
         if not self.parts:
             self.x = None
         return part
+
+
+def _is_whole(layer: nn.Linear) -> bool:
+    """Whether a layer's weight is what its own call would find: FSDP gathers it just before that, and a parametrization
+    or a hook may compute it."""
+    looks_on = (getattr(hook, "__module__", "").startswith("stepscope.") for hook in layer._forward_pre_hooks.values())
+    return type(layer) is _JointLinear and all(looks_on)
 
 
 class _JointLinear(nn.Linear):
