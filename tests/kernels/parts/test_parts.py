@@ -124,6 +124,15 @@ def test_gelu_takes_any_number_of_rows(monkeypatch: pytest.MonkeyPatch):
     assert [math.prod(grid[1:]) for grid in grids] == [1]
 
 
+@pytest.mark.parametrize("value", [123456.7, -0.3, 1e-3])
+def test_layer_norm_of_equal_numbers_is_its_bias(value: float):
+    x = torch.full((3, 700), value, device=DEVICE)
+    weight, bias = torch.ones(700, device=DEVICE), torch.linspace(-1, 1, 700, device=DEVICE)
+    for width in (700, 333):
+        found = layer_norm(x[:, :width], weight[:width], bias[:width], 1e-5)
+        torch.testing.assert_close(found, bias[:width].expand(3, -1), rtol=0, atol=1e-4)
+
+
 def test_gelu_of_16_bits_is_near_itself_far_from_zero():
     """Each number within 5e-6 of itself before it is rounded, where PyTorch's own rounds the error function."""
     x = torch.linspace(-13, 13, 2601, device=DEVICE).to(torch.float16)

@@ -134,8 +134,11 @@ def sum_rows(
 @triton.jit
 def layer_norm_forward(
     x, branch, total, weight, bias, y, means, roots, x_stride, branch_stride, rows, width, epsilon,
-    ADDS: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, BIASED: tl.constexpr, REFINED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """REFINED: whether what the mean's own rounding leaves is taken off, too: of equal numbers in 32 bits it would be
+    all that there is."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     within = column < width
@@ -148,6 +151,10 @@ def layer_norm_forward(
         values = rounded.to(WIDE)
     mean = tl.sum(values, 1) / width
     values = tl.where(within, values - mean[:, None], 0.0)
+    if REFINED:
+        rest = tl.sum(values, 1) / width
+        mean += rest
+        values = tl.where(within, values - rest[:, None], 0.0)
     root = tl.rsqrt(tl.sum(values * values, 1) / width + epsilon)
     tl.store(means + row, mean, mask=row < rows)
     tl.store(roots + row, root, mask=row < rows)
@@ -408,7 +415,8 @@ def _layer_forward(
         launch_at(
             x, layer_norm_forward, (tiles_of(rows.shape[0], tile["ROWS"]),),
             rows, added, total, weight, weight if bias is None else bias.contiguous(), y, means, roots, rows.stride(0),
-            added.stride(0), *rows.shape, epsilon, ADDS=branch is not None, BIASED=bias is not None, **tile,
+            added.stride(0), *rows.shape, epsilon, ADDS=branch is not None, BIASED=bias is not None,
+            REFINED=x.element_size() > 2 or added.element_size() > 2, **tile,
         )  # fmt: skip
     return y, total, means, roots
 
