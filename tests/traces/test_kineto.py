@@ -141,8 +141,8 @@ def test_what_is_told_of_kernels_and_copies(tmp_path: Path):
         tmp_path,
     )  # fmt: skip
     assert table.work.select("bytes", "grid", "block", "registers", "occupancy").rows() == [
-        (None, "[512,1,1]", "[64,2,1]", 40, 75.0),
-        (None, "[512,1,1]", "[64,2,1]", None, 7.5),
+        (None, "[512, 1, 1]", "[64, 2, 1]", 40, 75.0),
+        (None, "[512, 1, 1]", "[64, 2, 1]", None, 7.5),
         (None, '"wide"', None, None, None),
         (4096, None, None, None, None),
         (None, None, None, None, None),
@@ -287,6 +287,15 @@ def test_an_event_of_strange_types_costs_itself_alone(tmp_path: Path, odd: Any):
     event = kernel(3, 4, 2, "odd") | odd if isinstance(odd, dict) else odd
     table = read([kernel(1, 2, 1), event, launch(0.5, 1)], tmp_path)
     assert times(table)[0] == (1_000, 2_000) and table.work["launch_ns"][0] == 500
+
+
+def test_an_event_that_is_damaged_changes_no_others_text(tmp_path: Path):
+    events = [dict(one) for one in kineto_trace(training_steps())["traceEvents"]]
+    damaged = next(one for one in events if one.get("cat") == "user_annotation")
+    right = read(events, tmp_path).operators["shapes"].unique().sort()
+    damaged |= {"args": -3}
+    for more in ([], [{"ph": "M", "name": "labels"}]):
+        assert read([*events, *more], tmp_path).operators["shapes"].unique().sort().equals(right)
 
 
 @given(st.data())

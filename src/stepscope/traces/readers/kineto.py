@@ -3,6 +3,7 @@
 Device events do not say their process, and name their device as `pid` and stream as `tid`; `args` repeats both.
 """
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -187,7 +188,8 @@ def _tightened(text: msgspec.Raw) -> Event:
     for field in msgspec.structs.fields(Arguments):
         value = loose.get(field.encode_name)
         if field.type is msgspec.Raw and value is not None:
-            arguments[field.name] = msgspec.Raw(msgspec.json.encode(value))
+            # With spaces, as PyTorch writes it: other events' texts are kept as they stand.
+            arguments[field.name] = msgspec.Raw(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
         elif isinstance(value, float) and field.name == "occupancy":
             arguments[field.name] = value
         elif isinstance(value, int | str) and not isinstance(value, bool):
