@@ -25,6 +25,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from stepscope.kernels import operators
 from stepscope.kernels.parts.norm import layer_norm, rms_norm
 from stepscope.training.parts.replaced import replace_parts
+from tests.conftest import at_length
 from tests.kernels.parts.test_parts import DEVICE, normal
 
 pytestmark = [
@@ -332,7 +333,7 @@ def vit() -> tuple[Any, dict[str, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, *at_length(True)])
 def test_a_llama_has_no_sum_beside_a_norm(dynamic: bool):
     """The numbers are those of its operators apart, and no more is saved for backward."""
     torch.manual_seed(0)
@@ -354,9 +355,7 @@ def test_a_llama_has_no_sum_beside_a_norm(dynamic: bool):
     assert joint.saved <= apart.saved
 
 
-@pytest.mark.parametrize(
-    ("made", "sums", "casts"), [(llama, (4, 4), (11, 0)), (vit, (4, 4), (9, 4))], ids=["llama", "vit"]
-)
+@pytest.mark.parametrize(("made", "sums", "casts"), [(vit, (4, 4), (9, 4)), *at_length((llama, (4, 4), (11, 0)))])
 def test_a_model_under_autocast_has_the_same_numbers_without_the_casts(
     made: Callable[[], tuple[Any, dict[str, Tensor]]], sums: tuple[int, int], casts: tuple[int, int]
 ):
@@ -420,7 +419,7 @@ def test_a_cast_behind_a_checkpoint_is_no_work_of_its_norm():
     assert (apart.casts(), joint.casts()) == (2, int(again)) and joint.saved == apart.saved
 
 
-def test_a_pass_of_the_user_s_runs_first_and_keeps_its_name(monkeypatch: pytest.MonkeyPatch):
+def test_a_pass_of_the_user_s_runs_first_and_keeps_its_name():
     from torch._inductor import config
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -435,12 +434,12 @@ def test_a_pass_of_the_user_s_runs_first_and_keeps_its_name(monkeypatch: pytest.
 
     graph = torch.fx.Graph()
     for before, uuids in ((None, 1), (Named(), 2), ([Named(), Named()], 3), (ran.append, 0)):
-        monkeypatch.setattr(config, "joint_custom_pre_pass", before)
         ran.clear()
-        for _ in range(2):
-            operators.sum_in_norms()
-        given: Any = config.joint_custom_pre_pass
-        given(graph)
+        with config.patch(joint_custom_pre_pass=before):
+            for _ in range(2):
+                operators.sum_in_norms()
+            given: Any = config.joint_custom_pre_pass
+            given(graph)
         assert len(ran) == (uuids - 1 if uuids else 1) and len(given.uuid() or ()) == uuids
 
 
