@@ -182,7 +182,7 @@ def columns_of_rows(tensors: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("kv_heads", [2, *in_the_interpreter_at_length(1)])
 def test_gradients_lie_side_by_side_where_q_k_and_v_do(way: str, kv_heads: int):
-    """Of calls alone, of operators, and of many gradients at once; the same as of tensors apart."""
+    """Calls alone, operators and many gradients at once give what tensors apart give."""
     q, k, v, gradient = inputs(q_shape=(2, 2, 20, 16), k_shape=(2, kv_heads, 20, 16))
     leaves = columns_of_rows([q, k, v])
     right = ours([q, k, v, gradient], causal=True)

@@ -60,8 +60,8 @@ def test_a_part_passes_the_gate_at_the_sizes_of_models(case: PartCase, dtype: Te
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [(1, 5), (3, 7, 33), (70, 700), (3, 5000)])
 def test_layer_norm_is_pytorchs(sizes: tuple[int, ...], dtype: torch.dtype, biased: bool):
-    """Of a view of wider rows far from zero; the gradients of weight and bias are sums over several programs. With the
-    sum before it, and the gradient that comes by that, the operators give what the pieces give."""
+    """The input is a view of wider rows, far from zero; the gradients of weight and bias are sums over several
+    programs. With the sum before it, and the gradient that comes by that, the operators give what the pieces give."""
     wide, weight, bias = (
         normal(*sizes[:-1], sizes[-1] + 8, dtype=dtype),
         *(normal(sizes[-1], dtype=dtype, seed=i) for i in (1, 2)),
@@ -97,7 +97,7 @@ def test_layer_norm_is_pytorchs(sizes: tuple[int, ...], dtype: torch.dtype, bias
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("sizes", [(3, 37), (2, 21, 300)])
 def test_gelu_of_a_linear_layer_is_pytorchs(sizes: tuple[int, ...], dtype: torch.dtype, tanh: bool):
-    """Of a view of wider rows, with large numbers among them; the bias's gradient is a sum over several chunks."""
+    """The input is a view of wider rows, with large numbers among them; the bias's gradient is a sum over chunks."""
     wide, bias = normal(*sizes[:-1], sizes[-1] + 8, dtype=dtype), normal(sizes[-1], dtype=dtype)
     wide.data[0] *= 5
     upstream = normal(*sizes, dtype=dtype, seed=1).detach()

@@ -109,7 +109,7 @@ def test_gradients_of_biases_are_one_sum_of_the_joined_rows(compiled: bool):
     ],
 )
 def test_rows_are_added_up_in_one_launch_or_two(rows: int, width: int, columns: int, dtype: torch.dtype):
-    """Of rows with others' columns between them, to the accuracy of what they are added in, twice the same bits."""
+    """The rows have others' columns between them; the sums are as exact as their dtype, and the same bits twice."""
     pytest.importorskip("triton")
     from stepscope.kernels.parts.norm import fill_sums
 

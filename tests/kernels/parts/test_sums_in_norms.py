@@ -147,7 +147,7 @@ def broadcast(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
 
 
 def two_norms(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
-    """Of one sum, of which one makes it; backward's three gradients are added by both."""
+    """Two norms take one sum: the first makes it, and both add to its three gradients in backward."""
     s = x + x @ by
     return s + norm(s, weight) @ by + norm(s, 2 * weight).sin() @ by
 
@@ -214,7 +214,7 @@ def of_a_reader_in_fp32(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
 
 
 def narrow_inputs(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
-    """Of x in 16 bits, computed and differentiated in fp32."""
+    """A norm takes x in 16 bits, and is computed and differentiated in fp32."""
     return norm((x.half() @ by.half()).float(), weight).square()
 
 

@@ -242,7 +242,7 @@ def biased_gelu_backward(
     EXACT: tl.constexpr, SUMMED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk of rows; SUMMED: whether its columns are added up."""
+    """A program makes dh of a chunk of rows. SUMMED: whether it adds up the chunk's columns, too."""
     first = tl.program_id(1) * chunk
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     within = column < width

@@ -439,7 +439,7 @@ def _layer_backward(
     values, gradients, tile = _rows(x), _rows(dy), _tile(x)
     totals = gradients if dtotal is None else _rows(dtotal)
     count, width = values.shape
-    # Of few rows four tiles a program, so that their shares do not outweigh them.
+    # A program has at least four tiles: with fewer, the shares would outweigh the rows.
     programs = min(norm_programs(count, x.device.type), tiles_of(count, 4 * tile["ROWS"]))
     shares = torch.empty(programs, len(sums), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     launch_at(
