@@ -81,7 +81,7 @@ def test_errors_by_hand():
 
 @pytest.mark.parametrize(("others", "allowed"), [((), 0.02), ((0.03,), 0.06), ((0.005, 0.03, 0.02), 0.06)])
 def test_the_largest_error_of_several_yardsticks_counts(others: tuple[float, ...], allowed: float):
-    """Of one row, whose error may be four times as large."""
+    """The output is one row, whose bound as the worst row is wider, so that the bound of the whole decides."""
 
     def off(by: float) -> dict[str, Tensor]:
         return {"output": torch.tensor([3.0, 4.0 + 5 * by], dtype=torch.float64)}
