@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -20,6 +22,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.parts import TensorDtype
 from stepscope.kernels.operators import HERE
 from stepscope.kernels.parts import loss as of_loss
+from stepscope.kernels.parts import rope as of_rope
 from stepscope.kernels.parts.loss import linear_cross_entropy
 from stepscope.kernels.parts.mlp import biased_gelu, silu_product
 from stepscope.kernels.parts.norm import layer_norm, rms_norm
@@ -465,23 +468,38 @@ def test_a_compiler_takes_a_norm_whose_epsilon_is_a_symbol():
         torch.testing.assert_close(compiled(x, None, weight, epsilon), rms_norm(x, None, weight, epsilon))
 
 
-@pytest.mark.parametrize("sizes", [(2, 3, 5, 8), (1, 3, 5, 8)])
-@pytest.mark.parametrize("rotary", [8, 6])
-def test_tables_of_each_sequence_and_of_a_part_of_the_width_turn_as_written_out(sizes: tuple[int, ...], rotary: int):
-    q, k = normal(*sizes), normal(sizes[0], 1, *sizes[2:], seed=1)
-    cos, sin = (normal(sizes[0], sizes[2], rotary, seed=seed).detach() for seed in (2, 3))
-
-    def turned(x: Tensor) -> Tensor:
-        first, second = x[..., :rotary].chunk(2, dim=-1)
-        both = x[..., :rotary] * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
-        return torch.cat([both, x[..., rotary:]], -1)
-
-    found, right = rotated(q, k, cos, sin), (turned(q), turned(k))
-    torch.testing.assert_close(found, right)
-    upstream = [torch.randn_like(each) for each in right]
-    torch.testing.assert_close(
-        torch.autograd.grad(found, [q, k], upstream), torch.autograd.grad(right, [q, k], upstream)
+@given(st.data())
+@settings(max_examples=20 if DEVICE.type == "cpu" else 5)  # a GPU compiles a kernel for each
+def test_heads_of_any_number_width_and_length_turn_as_written_out(data: st.DataObject):
+    """Tables are one for all sequences or one of each, and of the width or of a part of it. Tiles are of any size: they
+    go over the borders of sequences, and the last has tokens and heads that are none."""
+    batches, positions, q_heads, k_heads, half, rest = (
+        data.draw(st.integers(least, most)) for least, most in ((1, 3), (1, 9), (1, 7), (1, 3), (1, 9), (0, 5))
     )
+    width = 2 * (half + rest)
+    rows = normal(batches, positions, (q_heads + 2 * k_heads) * width)
+    heads = rows.unflatten(-1, (-1, width)).transpose(1, 2)
+    q, k, _ = heads.split([q_heads, k_heads, k_heads], dim=1)
+    tables = (data.draw(st.sampled_from([1, batches])), positions + data.draw(st.integers(0, 2)), 2 * half)
+    cos, sin = (normal(*tables, seed=seed).detach() for seed in (1, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(of_rope, "_NUMBERS", data.draw(st.sampled_from([16, 64, of_rope._NUMBERS])))
+        patch.setattr(of_rope, "_TOGETHER", data.draw(st.sampled_from([1, 2, of_rope._TOGETHER])))
+        found = rotated(q, k, cos, sin)
+        right = turned(q, cos, sin), turned(k, cos, sin)
+        torch.testing.assert_close(found, right)
+        upstream = [torch.randn_like(each) for each in right]
+        torch.testing.assert_close(
+            torch.autograd.grad(found, rows, upstream), torch.autograd.grad(right, rows, upstream)
+        )
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads whose first numbers, as many as tables (1 or B, S or more, R) have, are turned as models write it."""
+    cos, sin, rotary = cos[:, None, : x.shape[2]], sin[:, None, : x.shape[2]], cos.shape[-1]
+    first, second = x[..., :rotary].chunk(2, dim=-1)
+    both = x[..., :rotary] * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([both, x[..., rotary:]], -1)
 
 
 def test_gradients_of_halves_of_the_same_rows_are_halves_of_the_same_rows():

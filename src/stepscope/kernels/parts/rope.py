@@ -33,64 +33,76 @@ from stepscope.kernels.operators import check_part, define, refuse_second_deriva
 from stepscope.kernels.parts.projections import leave_room
 
 _NAME = "rope fused"
-_NUMBERS = 2048
-"""Numbers of a half that one program turns: as many heads of a position as that makes."""
+_NUMBERS = 1024
+"""The numbers of a half that a program turns of one head: those of as many tokens as have so many."""
+_TOGETHER = 4
+"""The heads that a program turns. A thread has the same numbers of each of them, and loads cos and sin once."""
+_WARPS = 4
+"""So many that a thread has 8 numbers of a half of each head: of 16 bits, they are one load."""
 
 
 @triton.jit
 def _turn(
-    x, out, batch, position, head, heads, x_b, x_h, x_s, x_d, out_b, out_h, out_s, out_d,
-    first_cosine, second_cosine, first_sine, second_sine, half, rest,
-    WIDE: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    x, out, batch, position, group, inside, x_b, x_h, x_s, x_d, out_b, out_h, out_s, out_d,
+    first_cosine, second_cosine, first_sine, second_sine,
+    WIDE: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    column = tl.arange(0, HALF)[None, :]
-    inside = (head < heads)[:, None] & (column < half)
-    head = head.to(tl.int64)[:, None]
+    head = group * TOGETHER + tl.arange(0, min(TOGETHER, triton.next_power_of_2(max(1, HEADS))))[None, :, None]
+    inside &= head < HEADS
+    head = head.to(tl.int64)
     x += batch * x_b + position * x_s + head * x_h
     out += batch * out_b + position * out_s + head * out_h
-    first = tl.load(x + column * x_d, mask=inside, other=0.0).to(WIDE)
-    second = tl.load(x + (column + half) * x_d, mask=inside, other=0.0).to(WIDE)
+    column = tl.arange(0, triton.next_power_of_2(HALF))[None, None, :]
+    turns = inside & (column < HALF)
+    first = tl.load(x + column * x_d, mask=turns, other=0.0).to(WIDE)
+    second = tl.load(x + (column + HALF) * x_d, mask=turns, other=0.0).to(WIDE)
     turned = (first * first_cosine - second * first_sine).to(out.dtype.element_ty)
-    tl.store(out + column * out_d, turned, mask=inside)
+    tl.store(out + column * out_d, turned, mask=turns)
     turned = (second * second_cosine + first * second_sine).to(out.dtype.element_ty)
-    tl.store(out + (column + half) * out_d, turned, mask=inside)
+    tl.store(out + (column + HALF) * out_d, turned, mask=turns)
     if REST:
-        column = tl.arange(0, REST)[None, :]
-        inside = (head < heads) & (column < rest)
-        column += 2 * half
-        tl.store(out + column * out_d, tl.load(x + column * x_d, mask=inside), mask=inside)
+        column = 2 * HALF + tl.arange(0, triton.next_power_of_2(REST))[None, None, :]
+        stays = inside & (column < 2 * HALF + REST)
+        tl.store(out + column * out_d, tl.load(x + column * x_d, mask=stays), mask=stays)
 
 
 @triton.jit
 def rotate_halves(
-    q, k, q_out, k_out, cos, sin, positions, q_heads, k_heads, q_tiles, half, rest, cos_b, cos_s, sin_b, sin_s,
+    q, k, q_out, k_out, cos, sin, tokens, positions, cos_b, cos_s, sin_b, sin_s,
     q_b, q_h, q_s, q_d, k_b, k_h, k_s, k_d,
     q_out_b, q_out_h, q_out_s, q_out_d, k_out_b, k_out_h, k_out_s, k_out_d,
-    INVERSE: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    INVERSE: tl.constexpr, WIDE: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, TOKENS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    batch, position = token // positions, token % positions
-    column = tl.arange(0, HALF)
+    # Tiles are (tokens, heads, numbers of a half). In this order Triton deals tokens and numbers out to threads, and
+    # no heads: so tables (tokens, 1, numbers) lie in threads as heads do, and none has to exchange numbers.
+    q_groups: tl.constexpr = tl.cdiv(Q_HEADS, TOGETHER)
+    groups: tl.constexpr = q_groups + tl.cdiv(K_HEADS, TOGETHER)
+    group = tl.program_id(0) % groups
+    token = tl.program_id(0) // groups * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    batch, position = (token // positions).to(tl.int64), (token % positions).to(tl.int64)
+    column = tl.arange(0, triton.next_power_of_2(HALF))[None, None, :]
+    inside = token < tokens
+    turns = inside & (column < HALF)
     cos += batch * cos_b + position * cos_s + column
     sin += batch * sin_b + position * sin_s + column
-    first_cosine = tl.load(cos, mask=column < half, other=0.0).to(WIDE)[None, :]
-    second_cosine = tl.load(cos + half, mask=column < half, other=0.0).to(WIDE)[None, :]
-    first_sine = tl.load(sin, mask=column < half, other=0.0).to(WIDE)[None, :]
-    second_sine = tl.load(sin + half, mask=column < half, other=0.0).to(WIDE)[None, :]
+    first_cosine = tl.load(cos, mask=turns, other=0.0).to(WIDE)
+    second_cosine = tl.load(cos + HALF, mask=turns, other=0.0).to(WIDE)
+    first_sine = tl.load(sin, mask=turns, other=0.0).to(WIDE)
+    second_sine = tl.load(sin + HALF, mask=turns, other=0.0).to(WIDE)
     if INVERSE:
         first_sine, second_sine = -second_sine, -first_sine
-    if tile < q_tiles:
+    if group < q_groups:
         _turn(
-            q, q_out, batch, position, tile * HEADS + tl.arange(0, HEADS), q_heads, q_b, q_h, q_s, q_d,
-            q_out_b, q_out_h, q_out_s, q_out_d, first_cosine, second_cosine, first_sine, second_sine, half, rest,
-            WIDE, HALF, REST,
+            q, q_out, batch, position, group, inside, q_b, q_h, q_s, q_d,
+            q_out_b, q_out_h, q_out_s, q_out_d, first_cosine, second_cosine, first_sine, second_sine,
+            WIDE, HALF, REST, Q_HEADS, TOGETHER,
         )  # fmt: skip
     else:
         _turn(
-            k, k_out, batch, position, (tile - q_tiles) * HEADS + tl.arange(0, HEADS), k_heads, k_b, k_h, k_s, k_d,
-            k_out_b, k_out_h, k_out_s, k_out_d, first_cosine, second_cosine, first_sine, second_sine, half, rest,
-            WIDE, HALF, REST,
+            k, k_out, batch, position, group - q_groups, inside, k_b, k_h, k_s, k_d,
+            k_out_b, k_out_h, k_out_s, k_out_d, first_cosine, second_cosine, first_sine, second_sine,
+            WIDE, HALF, REST, K_HEADS, TOGETHER,
         )  # fmt: skip
 
 
@@ -101,22 +113,21 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool, width
     if width:
         leave_room(q_out, (q.shape[1] + k.shape[1]) * q.shape[3])
         q_out, k_out = _columns(q_out, q, k)
-    batches, q_heads, positions, head_dim = q.shape
     if not q.numel() + k.numel():
         return results
-    half = cos.shape[-1] // 2
+    batches, q_heads, positions, head_dim = q.shape
+    k_heads, half = k.shape[1], cos.shape[-1] // 2
     rest = head_dim - 2 * half
-    block = power_of_two(half)
-    heads = min(power_of_two(max(q_heads, k.shape[1])), max(1, _NUMBERS // block))
-    q_tiles, k_tiles = tiles_of(q_heads, heads), tiles_of(k.shape[1], heads)
+    tokens = max(1, _NUMBERS // power_of_two(max(half, rest // 2)))
+    groups = tiles_of(q_heads, _TOGETHER) + tiles_of(k_heads, _TOGETHER)
     of_tables = (each.stride(0) if each.shape[0] > 1 else 0 for each in (cos, sin))
     cos_b, sin_b = of_tables if cos.dim() == 3 else (0, 0)
     launch_at(
-        q, rotate_halves, (batches * positions, q_tiles + k_tiles),
-        q, k, q_out, k_out, cos, sin, positions, q_heads, k.shape[1], q_tiles, half, rest,
+        q, rotate_halves, (tiles_of(batches * positions, tokens) * groups,),
+        q, k, q_out, k_out, cos, sin, batches * positions, positions,
         cos_b, cos.stride(-2), sin_b, sin.stride(-2), *q.stride(), *k.stride(), *q_out.stride(), *k_out.stride(),
-        INVERSE=inverse, WIDE=wide(q.dtype), HEADS=heads, HALF=block, REST=power_of_two(rest) if rest else 0,
-        num_warps=4,
+        INVERSE=inverse, WIDE=wide(q.dtype), HALF=half, REST=rest,
+        Q_HEADS=q_heads, K_HEADS=k_heads, TOKENS=tokens, TOGETHER=_TOGETHER, num_warps=_WARPS,
     )  # fmt: skip
     return results
 
