@@ -254,6 +254,14 @@ MUTANTS = (
         tests=("kernels/parts/test_sums_in_norms.py",),
     ),
     Mutant(
+        name="gradients of keys and values where the layer has these the other way round",
+        file="kernels/operators.py",
+        old="if _same(steps, [each.shape[dim] * strides[dim] for each in values[:-1]]):",
+        new="if strides[dim] == 1:",
+        falsifies="what a compiled model learns",
+        tests=("kernels/test_columns_as_rows.py",),
+    ),
+    Mutant(
         name="torch.compile's mode",
         file="training/training_step.py",
         old='torch.compile(parts.forward, mode=None if mode == "default" else mode)',

@@ -1,6 +1,7 @@
 """What our operators share: when a call must be an operator, checks and casts of its tensors, and their compiler."""
 
 import functools
+import itertools
 import operator
 import threading
 from collections.abc import Callable
@@ -174,7 +175,8 @@ _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torc
 
 
 def sum_in_norms() -> None:
-    """Let torch.compile hand sums to the norms beside them, in this thread from now on.
+    """Let torch.compile hand sums to the norms beside them, and copy no gradients of attention that lie as they should,
+    in this thread from now on.
 
     Passes that were set before run first. Graphs are kept on disk wherever those let them.
     """
@@ -195,7 +197,7 @@ def _pass_class() -> type[Any]:
             self.earlier = earlier
 
         def __call__(self, graph: torch.fx.Graph) -> None:
-            for run in (*self.earlier, sums_into_norms):
+            for run in (*self.earlier, sums_into_norms, columns_as_rows):
                 run(graph)
 
         def uuid(self) -> Any:
@@ -332,7 +334,7 @@ def _erase(node: torch.fx.Node) -> None:
     sources = node.all_input_nodes
     node.graph.erase_node(node)
     for source in sources:
-        if not source.users and source.target in _VIEWS | _COPIES:
+        if not source.users and (source.target in _COPIES or _is_column(source)):
             _erase(source)
 
 
@@ -440,3 +442,96 @@ def _cast(node: torch.fx.Node, of: set[torch.dtype], to: set[torch.dtype]) -> to
     before, after = source.meta["val"], node.meta["val"]
     as_it_lies = before.device == after.device and before.is_contiguous() and after.is_contiguous()
     return source if before.dtype in of and after.dtype in to and as_it_lies else None
+
+
+# Where one layer makes query, key and value side by side, attention's backward returns rows whose columns their
+# gradients are (flash/attention.py). Autograd puts the layer's gradient together from these, which a compiler copies:
+#
+#     dq, dk, dv = columns(rows);  dy = cat(dq, dk, dv)      dy = rows
+
+_ATTENTION_BACKWARD = "stepscope::flash_attention_backward"
+_COLUMNS = {torch.ops.aten.permute.default, torch.ops.aten.split_with_sizes.default, *_VIEWS}
+"""Views that columns of rows, and heads of these, are made by."""
+
+
+def columns_as_rows(graph: torch.fx.Graph) -> None:
+    """Replace a gradient that is put together from columns of rows by the rows, which attention's backward returns,
+    where these are the same numbers in the same order, and nothing else reads a column."""
+    for cat in graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default):
+        rows = _rows_behind(cat)
+        whole = None if rows is None else _equal_to(rows, cat)
+        if rows is None or whole is None:
+            continue
+        _set_value(rows, whole.meta["val"])  # whose memory, for a compiler, is that of the views behind it
+        whole.replace_all_uses_with(rows)
+        _erase(whole)
+        if whole is not cat:
+            _erase(cat)
+
+
+def _rows_behind(cat: torch.fx.Node) -> torch.fx.Node | None:
+    """The rows of attention's backward of which a concatenation takes views, if nothing else reads them or a view."""
+    passed, ends = {cat}, set[torch.fx.Node]()
+    for term in cat.all_input_nodes:
+        node = term
+        while _is_column(node):
+            passed.add(node)
+            node = node.all_input_nodes[0]
+        ends.add(node)
+    rows = ends.pop()
+    source = rows.args[0] if rows.target is operator.getitem and rows.args[1] == 0 else None
+    if ends or not isinstance(source, torch.fx.Node) or not isinstance(source.target, OpOverload):
+        return None
+    alone = all(user in passed for node in (rows, *passed - {cat}) for user in node.users)
+    return rows if alone and source.target.name() == _ATTENTION_BACKWARD else None
+
+
+def _is_column(node: torch.fx.Node) -> bool:
+    of = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return of.target in _COLUMNS
+
+
+def _equal_to(rows: torch.fx.Node, cat: torch.fx.Node) -> torch.fx.Node | None:
+    """The node that is equal to rows, from a concatenation of views of them on; None where there is none."""
+    node, value = _as_view(cat)
+    while node is not None and not value.is_contiguous():
+        node = _only_reader(node, {torch.ops.aten.permute.default})
+        value = value if node is None else value.permute(node.args[1])
+    # From here on the numbers lie in the order of the rows, and views and copies leave them so.
+    while node is not None and not _same(node.meta["val"].shape, rows.meta["val"].shape):
+        node = _only_reader(node, {torch.ops.aten.clone.default, *_VIEWS})
+    alike = node is not None and node.meta["val"].is_contiguous() and rows.meta["val"].is_contiguous()
+    return node if alike else None
+
+
+def _as_view(cat: torch.fx.Node) -> tuple[torch.fx.Node | None, Any]:
+    """A concatenation of views of one tensor, or the stack that is made of it, and a view of that tensor which is equal
+    to it; no node where there is no such view."""
+    given: Any = (*cat.args, 0)
+    values = [term.meta["val"] for term in given[0]]
+    first, shape, strides = values[0], tuple(cat.meta["val"].shape), values[0].stride()
+    alike = all(_same(each.stride(), strides) for each in values)
+    if not alike or not _same([first.storage_offset()], [0]) or cat.kwargs:
+        return None, None
+    dim = given[1] % len(shape)
+    steps = [after.storage_offset() - each.storage_offset() for each, after in itertools.pairwise(values)]
+    if _same(steps, [each.shape[dim] * strides[dim] for each in values[:-1]]):
+        return cat, first.as_strided(shape, strides)
+    stack = _only_reader(cat, {torch.ops.aten.view.default})
+    shape = (*first.shape[:dim], len(values), *first.shape[dim:])
+    if stack is None or not _same(tuple(stack.meta["val"].shape), shape) or not _same(steps, steps[:1] * len(steps)):
+        return None, None
+    return stack, first.as_strided(shape, (*strides[:dim], steps[0], *strides[dim:]))
+
+
+def _only_reader(node: torch.fx.Node, of: set[Any]) -> torch.fx.Node | None:
+    """What alone reads a node, if it is one of these; else None."""
+    readers = [*node.users]
+    return readers[0] if len(readers) == 1 and readers[0].target in of else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether shapes, or lists of numbers, are known to be equal."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq  # noqa: PLC0415  (sympy)
+
+    return len(one) == len(other) and statically_known_true(sym_eq(one, other))

@@ -44,10 +44,10 @@ def _compiled_anew() -> Iterator[None]:
 
 
 class Joint:
-    """A compiler that runs the pass on the graph of both directions, or leaves it, and PyTorch's own partitioner."""
+    """A compiler that runs a pass on the graph of both directions, or leaves it, and PyTorch's own partitioner."""
 
-    def __init__(self, *, apart: bool = False) -> None:
-        self.apart = apart
+    def __init__(self, *, apart: bool = False, change: Any = operators.sums_into_norms) -> None:
+        self.apart, self.change = apart, change
         self.graphs: list[torch.fx.Graph] = []
         self.saved: list[int] = []
         run: Any = lambda module, _: make_boxed_func(module.forward)  # noqa: E731
@@ -56,7 +56,7 @@ class Joint:
 
     def _cut(self, module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Any:
         if not self.apart:
-            operators.sums_into_norms(module.graph)
+            self.change(module.graph)
         module.graph.lint()
         module.recompile()
         self.graphs.append(module.graph)

@@ -15,7 +15,8 @@ between runs: the kernels for Hopper (16 bits, head_dim 64 to 128 in steps of 8,
 `fused` backward if chosen. Neither runs under `torch.use_deterministic_algorithms(True)`, unless it is forced.
 
 Where q, k and v are the columns of one product's rows, as of joint projections (parts/projections.py), their gradients
-are such columns, too, of rows that the product's backward takes as they are.
+are such columns, too, of rows that the product's backward takes as they are. So it does under torch.compile where one
+layer makes the three (`columns_as_rows` in kernels/operators.py).
 """
 
 import functools
