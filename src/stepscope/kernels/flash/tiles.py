@@ -348,6 +348,33 @@ def _turned(words, STEP: tl.constexpr, LOW: tl.constexpr):
     return ((words.to(tl.uint32, bitcast=True) & own) | (other & (own ^ 0xFFFFFFFF))).to(tl.int32, bitcast=True)
 
 
+DRAWN = tl.constexpr(8192)
+"""Numbers that a program of `draw_kept` draws: eight of each Philox, and of each thread some 64."""
+
+
+@triton.jit
+def draw_kept(SEED, KEPT, dropped):
+    """Draw for each number whether a dropout keeps it, a byte of 1 or 0, four of them in an int32 of KEPT: of 65,536
+    chances `dropped` drop it."""
+    THREADS: tl.constexpr = 128
+    seed = tl.load(SEED)
+    nothing = tl.zeros([THREADS], tl.int32)
+    for turn in tl.static_range(DRAWN // (8 * THREADS)):  # pyright: ignore[reportGeneralTypeIssues]
+        first = tl.program_id(0) * (DRAWN // 8) + turn * THREADS
+        one, two, three, four = _philox(seed, first + tl.arange(0, THREADS), nothing, nothing, nothing)
+        words = KEPT + 2 * first.to(tl.int64) + tl.arange(0, THREADS)
+        tl.store(words, _kept_of(one, dropped) | (_kept_of(two, dropped) << 16))
+        tl.store(words + THREADS, _kept_of(three, dropped) | (_kept_of(four, dropped) << 16))
+
+
+@triton.jit
+def _kept_of(word, dropped):
+    """Two bytes: what each half of a random word decides."""
+    low = ((word & 0xFFFF).to(tl.int32) >= dropped).to(tl.int32)
+    high = ((word >> 16).to(tl.int32) >= dropped).to(tl.int32)
+    return low | (high << 8)
+
+
 @triton.jit
 def _philox(seed, a, b, c, d):
     """Four words, uint32, of seven rounds of Philox 4x32. Triton's own multiplies once for each half of a product."""

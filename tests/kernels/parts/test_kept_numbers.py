@@ -1,0 +1,128 @@
+"""What the dropouts of a compiled graph keep, drawn by one kernel: its shares, its gradients, and what is left alone."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._inductor import config
+from torch.utils.checkpoint import checkpoint
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from stepscope.kernels import operators
+from stepscope.kernels.parts.norm import rms_norm
+from tests.kernels.parts.test_parts import DEVICE
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("rate", [2.0**-8, 0.1, 0.5, 0.9])
+def test_as_many_are_kept_as_the_rate_says(rate: float) -> None:
+    torch.manual_seed(0)
+    kept = operators.kept_numbers(40_001, rate, DEVICE)
+    assert kept.shape == (40_001,) and kept.dtype == torch.bool
+    assert abs(kept.double().mean() - (1 - rate)) < 5 * (rate * (1 - rate) / len(kept)) ** 0.5
+    again = operators.kept_numbers(40_001, rate, DEVICE)
+    torch.manual_seed(0)
+    same = operators.kept_numbers(40_001, rate, DEVICE)
+    assert same.equal(kept) and not again.equal(kept)
+
+
+def test_neighbours_are_kept_independently() -> None:
+    torch.manual_seed(0)
+    drawn = operators.kept_numbers(65_536, 0.25, DEVICE).double()
+    for apart in (1, 2, 8, 1024, 2048, 8192):
+        both = (drawn[apart:] * drawn[:-apart]).mean()
+        assert abs(both - 0.75**2) < 5 * (0.5625 * 0.4375 / len(drawn)) ** 0.5, apart
+
+
+def _dropped_twice(x: Tensor, weight: Tensor) -> Tensor:
+    out = rms_norm(F.dropout(x, 0.25), None, weight, 1e-5)[1]
+    return F.dropout(out, 0.5) + F.dropout(x, 0.5)
+
+
+def _graphs(function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> tuple[list[str], Tensor]:
+    """The targets of the joint graphs behind the pass, and the result."""
+    targets: list[str] = []
+
+    def run(graph: torch.fx.Graph) -> None:
+        operators.draws_together(graph)
+        graph.lint()
+        targets.extend(str(node.target) for node in graph.nodes)
+
+    with config.patch(joint_custom_pre_pass=run, fx_graph_cache=False):
+        out = torch.compile(function, fullgraph=True, **options)(*tensors)
+        out.sum().backward()
+    return targets, out
+
+
+def test_backward_drops_what_forward_drops() -> None:
+    torch.manual_seed(0)
+    x = (torch.rand(96, 33, device=DEVICE) + 1).requires_grad_()
+    weight = torch.ones(33, device=DEVICE)
+
+    def function(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.25) * rms_norm(x.detach(), None, weight, 1e-5)[1]
+
+    targets, out = _graphs(function, x)
+    assert targets.count("stepscope.kept_numbers.default") == 1 and "aten.rand.default" not in targets
+    assert x.grad is not None
+    assert torch.equal(out == 0, x.grad == 0) and 0.2 < (out == 0).double().mean() < 0.3
+    normed = rms_norm(x.detach(), None, weight, 1e-5)[1]
+    kept = out != 0
+    torch.testing.assert_close(x.grad[kept], normed[kept] / 0.75)
+    torch.testing.assert_close(out[kept], (x * normed)[kept] / 0.75)
+
+
+def test_each_rate_has_one_draw_and_each_dropout_numbers_of_its_own() -> None:
+    torch.manual_seed(0)
+    x = (torch.rand(64, 32, device=DEVICE) + 1).requires_grad_()
+    targets, _ = _graphs(_dropped_twice, x, torch.ones(32, device=DEVICE))
+    assert targets.count("stepscope.kept_numbers.default") == 2 and "aten.rand.default" not in targets
+
+
+def _plain(x: Tensor, weight: Tensor) -> Tensor:
+    return F.dropout(x, 0.25) * weight
+
+
+def _seldom(x: Tensor, weight: Tensor) -> Tensor:
+    return F.dropout(rms_norm(x, None, weight, 1e-5)[1], 0.001)
+
+
+def _checkpointed(x: Tensor, weight: Tensor) -> Tensor:
+    run: Any = checkpoint(lambda x: F.dropout(rms_norm(x, None, weight, 1e-5)[1].sin(), 0.25), x, use_reentrant=False)
+    return run
+
+
+@pytest.mark.parametrize("function", [_plain, _seldom, _checkpointed])
+def test_the_compiler_draws_what_is_not_ours(function: Callable[..., Tensor]) -> None:
+    x = torch.rand(64, 32, device=DEVICE, requires_grad=True)
+    targets, _ = _graphs(function, x, torch.ones(32, device=DEVICE))
+    assert "stepscope.kept_numbers.default" not in targets
+
+
+def test_the_compiler_draws_where_shapes_change_or_it_draws_as_eager_does() -> None:
+    x = torch.rand(64, 32, device=DEVICE, requires_grad=True)
+    weight = torch.ones(32, device=DEVICE)
+    targets, _ = _graphs(_dropped_twice, x, weight, dynamic=True)
+    assert "aten.rand.default" in targets
+    torch._dynamo.reset()
+    with config.patch(fallback_random=True):
+        targets, _ = _graphs(_dropped_twice, x, weight)
+    assert "stepscope.kept_numbers.default" not in targets
