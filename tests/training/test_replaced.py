@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="the fused parts are written in Triton, whi
 
 from stepscope.core import parts as records
 from stepscope.core.errors import InputError
+from stepscope.training.half_optimizers import halve
 from stepscope.training.parts import replaced as replaced_module
 from stepscope.training.parts.replaced import replace_parts
 from tests.conftest import at_length
@@ -154,6 +155,26 @@ def test_layer_norm_has_its_own_dtype_under_autocast(dtype: torch.dtype):
         with torch.autocast(DEVICE.type, torch.bfloat16):
             kinds.append(norm(x).dtype)
     assert kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_beside_weights_in_bf16_a_norm_gives_the_dtype_of_its_input(kind: Any):
+    model = nn.Sequential(kind(12, eps=1e-5), nn.Linear(12, 12)).to(DEVICE)
+    replaced = replace_parts(model, norm="fused")
+    x = torch.randn(3, 12, device=DEVICE)
+    exact = model[0](x)
+    halve(model)
+    again = pickle.loads(pickle.dumps(model))[0]
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        for norm in (model[0], again):
+            assert norm(x).dtype == torch.float32
+            narrow = norm(x.bfloat16())
+            assert narrow.dtype == torch.bfloat16
+            torch.testing.assert_close(narrow.float(), exact, rtol=2e-2, atol=2e-2)
+        replaced.restore()
+        assert again(x.bfloat16()).dtype == torch.bfloat16
+        if DEVICE.type == "cuda" and kind is nn.LayerNorm:
+            assert model[0](x.bfloat16()).dtype == torch.float32
 
 
 def test_other_activations_and_dropouts_that_are_not_called_keep_their_code():

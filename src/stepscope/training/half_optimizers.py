@@ -10,6 +10,10 @@ from torch import Tensor, nn
 from stepscope.core.errors import InputError, choose
 from stepscope.training.optimizer import Updating, clip_gradients, updated_by
 
+ROUNDS = "_stepscope_rounds"
+"""The attribute of a norm by a kernel that says whether its result has the dtype of its input, whatever autocast and its
+weight say: a residual stream in bf16, as BERT's, then stays so behind a norm."""
+
 
 class OneByOne(Updating):
     """An AdamW that updates one parameter after another, from its gradient in fp32."""
@@ -157,7 +161,8 @@ def halve(model: nn.Module) -> dict[Tensor, Tensor]:
 
     Weights are the floating-point parameters of two dimensions or more, those of matrix products, convolutions and
     embeddings, and the biases beside them: autocast rounds both in each forward. Other vectors, as norms have, stay
-    fp32: they are small, and a norm's scale is near one, where bf16 is coarse.
+    fp32: they are small, and a norm's scale is near one, where bf16 is coarse. A norm that `replace_parts` replaced
+    gives the dtype of its input from then on (`ROUNDS`).
     """
     masters: dict[Tensor, Tensor] = {}
     every = [vars(module)["_parameters"] for module in model.modules()]
@@ -167,6 +172,9 @@ def halve(model: nn.Module) -> dict[Tensor, Tensor]:
         if (parameter.dim() >= 2 or id(parameter) in biases) and parameter.dtype == torch.float32:
             masters[parameter] = parameter.detach()
             parameter.data = parameter.detach().to(torch.bfloat16)
+    for module in model.modules():
+        if hasattr(type(module), ROUNDS):
+            setattr(module, ROUNDS, True)
     return {weight: masters[weight] for weight in masters if weight.requires_grad}
 
 

@@ -1,4 +1,4 @@
-"""What the dropouts of a compiled graph keep, drawn by one kernel: its shares, its gradients, and what is left alone."""
+"""What the dropouts of a compiled graph keep, drawn by one kernel: shares, gradients, and what is left alone."""
 
 import os
 from collections.abc import Callable, Iterator

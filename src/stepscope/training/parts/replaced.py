@@ -56,6 +56,7 @@ from stepscope.kernels.parts.projections import (
 from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.attention.pytorch import attention_found, calls_by_name, swap_attention
+from stepscope.training.half_optimizers import ROUNDS
 from stepscope.training.parts import part_function
 from stepscope.training.parts.formulas import MlpLayers, epsilon_of, mlp_layers, only_watched, product_of, widths_of
 from stepscope.training.parts.gate import (
@@ -785,10 +786,9 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
         {
             "forward": forward,
             "__reduce_ex__": reduce,
-            "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
-            "__doc__": original.__doc__,
+            **{name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")},
             "_stepscope_original": original,
+            ROUNDS: False,
             **more,
         },
     )
@@ -819,12 +819,12 @@ def _takes(module: nn.Module, x: object) -> bool:
 
 
 def _norm(kernel: Callable[..., Any], way: _Way, module: nn.Module, x: Tensor) -> Tensor:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    dtype = torch.promote_types(x.dtype, weight.dtype) if way.promoted else x.dtype
+    weight: Any = module.weight
+    promoted = way.promoted and not getattr(module, ROUNDS)
+    dtype = torch.promote_types(x.dtype, weight.dtype) if promoted else x.dtype
     if way.centered:
         bias: Any = module.bias
-        widens = way.promoted and x.is_cuda and torch.is_autocast_enabled("cuda")  # a CPU's autocast leaves it
+        widens = promoted and x.is_cuda and torch.is_autocast_enabled("cuda")  # a CPU's autocast leaves it
         dtype = torch.promote_types(dtype, torch.float32) if widens else dtype
         return kernel(x, weight, bias, epsilon_of(module, x.dtype), dtype)
     by = weight if not way.offset else way.offset + weight.float()
