@@ -212,6 +212,8 @@ OURS: dict[str, Way] = {
         "flash, joint, norm, fused mlp, fused loss, default, graph",
         "flash, joint, norm, fused mlp, default, graph",
         "flash, norm, fused mlp, fused loss, default, graph",
+        "flash, norm, fused mlp, fused loss, blocks, graph",
+        "flash, joint, norm, fused mlp, rope, fused loss, blocks, graph",
         "flash, joint, fused, rope, graph",
         "flash, default, graph",
         "sdpa, joint, default, graph",
@@ -229,25 +231,27 @@ backward go with compiled blocks: backward of a model that is compiled as a whol
 
 _BY_HAND = ("masters, default, graph", "autocast, default, graph")
 _DECODER = (
+    "flash, joint, norm, fused mlp, rope, fused loss, blocks, graph",
     "flash, joint, fused mlp, rope, fused loss, default, graph",
-    "flash, joint, fused mlp, fused loss, default, graph",
-    "sdpa, joint, fused mlp, fused loss, default, graph",
 )
 SHORT: dict[str, dict[str, tuple[str, ...]]] = {
-    "llama-3.2-1b": {"hand": _BY_HAND[::-1], "ours": _DECODER},
+    "llama-3.2-1b": {"hand": _BY_HAND, "ours": _DECODER},
     "qwen2.5-0.5b": {"hand": _BY_HAND, "ours": _DECODER},
     # Query, key and value are one product by themselves.
     "gpt2-medium": {
         "hand": _BY_HAND,
-        "ours": ("flash, fused loss, default, graph", "flash, fused mlp, fused loss, default, graph"),
+        "ours": ("flash, norm, fused mlp, fused loss, blocks, graph", "flash, fused mlp, fused loss, default, graph"),
     },
     "bert-base": {
         "hand": _BY_HAND,
-        "ours": ("flash, joint, fused mlp, fused loss, default, graph", "flash, joint, fused loss, default, graph"),
+        "ours": (
+            "flash, joint, norm, fused mlp, fused loss, default, graph",
+            "flash, joint, fused mlp, fused loss, default, graph",
+        ),
     },
     "vit-base": {
         "hand": _BY_HAND,
-        "ours": ("flash, joint, fused mlp, default, graph", "flash, joint, default, graph"),
+        "ours": ("flash, joint, norm, fused mlp, default, graph", "flash, joint, fused mlp, default, graph"),
     },
 }
 """By model and side, the ways of a short race, the most hopeful first."""
@@ -671,12 +675,16 @@ def floor_of(work: Mapping[str, float], rates: Mapping[str, float]) -> tuple[flo
 # The race: first rounds, finalists, finals.
 
 
-def first_jobs(cell: Mapping[str, Any], plain: Job, only: Sequence[str], *, short: bool = False) -> list[Job]:
-    """The ways of a cell that the first round has not measured yet; of a short race one of each side by turns."""
+def first_jobs(
+    cell: Mapping[str, Any], plain: Job, only: Sequence[str], *, short: bool = False, later: bool = False
+) -> list[Job]:
+    """The ways of a cell that the first round has not measured yet; of a short race one of each side by turns. later:
+    whether its size comes after the first one, for which one way by hand and two of ours do."""
     lacks_liger = not importlib.util.find_spec("liger_kernel")
     sides: list[list[Job]] = []
     for side, ways in zip(SIDES, (HAND, OURS if plain.device == "cuda" else _ON_CPU), strict=True):
         names = [way for way in SHORT[plain.model][side] if way in ways] if short else [*ways]
+        names = names[: 1 + (side == "ours")] if later else names
         jobs = [dataclasses.replace(plain, side=side, way=way, choices=ways[way]) for way in names]
         jobs = [job for job in jobs if not (job.choices.get("liger") and lacks_liger)]
         sides.append([job for job in jobs if job.way not in cell["first"][side] and (not only or job.way in only)])
@@ -770,9 +778,8 @@ def race(asked: argparse.Namespace) -> None:
     sizes = [[job for job in plain.values() if job.size == size] for size in asked.sizes.split(",")]
     of_size = [[(document["cells"][job.cell], job) for job in jobs] for jobs in sizes]
     if asked.short:  # the compilers of all sizes side by side; what fills the memory waits behind what does not
-        most = (None, 2)  # of a size after the first, one way a side
         first = [
-            [first_jobs(cell, each, asked.only, short=True)[: most[number > 0]] for cell, each in cells]
+            [first_jobs(cell, each, asked.only, short=True, later=number > 0) for cell, each in cells]
             for number, cells in enumerate(of_size)
         ]
         room().run([job for cells in first for job in sorted(_by_turns(cells), key=lambda job: job.gib > _LARGE_GIB)])
