@@ -172,6 +172,8 @@ _CASTS = {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.
 _COPIES = {torch.ops.aten.clone.default, *_CASTS}
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default}
 """Views of a tensor that another dtype does not change."""
+_OF_RESULTS = {"val", "tensor_meta", "eager_input_vals"}
+"""What a node's meta says of its arguments and results."""
 
 
 def sum_in_norms() -> None:
@@ -219,6 +221,9 @@ def sums_into_norms(graph: torch.fx.Graph) -> None:
             (_sum_before if is_forward else _sum_of_gradients)(node, order)
     for node, is_forward in norms:
         _casts_beside(node, is_forward)
+    for node, is_forward in norms:
+        if not is_forward:
+            _sum_over_rows(node)
 
 
 def _sum_before(norm: torch.fx.Node, order: dict[torch.fx.Node, int]) -> None:
@@ -314,7 +319,7 @@ def _together(one: torch.fx.Node, other: torch.fx.Node) -> bool:
     return all(one.meta.get(key) == other.meta.get(key) for key in ("recompute", "ac_graph_id"))
 
 
-def _give(norm: torch.fx.Node, place: int, given: torch.fx.Node | torch.dtype) -> None:
+def _give(norm: torch.fx.Node, place: int, given: torch.fx.Node | torch.dtype | bool) -> None:
     """Change an argument of an operator, how a compiler lays it out, and what the operator returns then."""
     assert isinstance(norm.target, OpOverload)
     norm.update_arg(place, given)
@@ -336,6 +341,56 @@ def _erase(node: torch.fx.Node) -> None:
     for source in sources:
         if not source.users and (source.target in _COPIES or _is_column(source)):
             _erase(source)
+
+
+# A linear layer whose result is added to the residual stream has for its bias the sum of the stream's gradient over all
+# rows. LayerNorm's backward, which adds up the rows of its own bias, makes that, too:
+#
+#     dx, sums = norm_backward(dy, ...);  db = dx.sum(0)     dx, (*sums, db) = norm_backward(dy, ..., of_rows=True)
+
+
+def _sum_over_rows(norm: torch.fx.Node) -> None:
+    """Let LayerNorm's backward add up the rows of the gradient that it makes, where something does."""
+    assert isinstance(norm.target, OpOverload)
+    results = {result.args[1]: result for result in norm.users}
+    splits = [*results[1].users] if 1 in results else []
+    total = _rows_summed(results[0]) if 0 in results else None
+    # Behind the gradients of its weight and its bias there is room for another: what splits them gives one more.
+    apart = len(splits) == 1 and splits[0].target is torch.ops.aten.split.Tensor
+    takes = norm.target._schema.arguments[-1].name == "of_rows" and len(norm.args) < len(norm.target._schema.arguments)
+    if total is None or not apart or not takes or not _together(total, norm):
+        return
+    width, value = splits[0].args[1], total.meta["val"]
+    if not isinstance(width, int) or value.numel() != width:
+        return
+    norm.args = (*norm.args, True)
+    _give(norm, len(norm.args) - 1, True)
+    splits[0].meta["val"] = results[1].meta["val"].split(width)
+    aten, made = torch.ops.aten, norm
+    for target, *args in (
+        (operator.getitem, 1),
+        (aten.slice.Tensor, 0, 2 * width, 3 * width),
+        (aten.view.default, [*value.shape]),
+        (torch.ops.prims.convert_element_type.default, value.dtype),
+    ):
+        with norm.graph.inserting_after(made):
+            made = norm.graph.call_function(target, (made, *args))
+        source: Any = made.args[0]
+        made.meta = {key: each for key, each in total.meta.items() if key not in _OF_RESULTS}
+        made.meta["val"] = target(source.meta["val"], *args)
+    total.replace_all_uses_with(made)
+    norm.graph.erase_node(total)
+
+
+def _rows_summed(value: torch.fx.Node) -> torch.fx.Node | None:
+    """The sum of a value over all but its last dimension, perhaps behind views."""
+    rows = [*range(value.meta["val"].dim() - 1)]
+    for user in value.users:
+        if user.target is torch.ops.aten.sum.dim_IntList and not user.kwargs and user.args[1] == rows:
+            return user
+        if user.target in _VIEWS and (total := _rows_summed(user)) is not None:
+            return total
+    return None
 
 
 # Under autocast a norm writes fp32, which each product casts, and in backward its gradient is cast to fp32 first. The
@@ -618,7 +673,3 @@ def _draw(graph: torch.fx.Graph, rate: float, device: torch.device, compared: Se
         node.replace_all_uses_with(kept)
         graph.erase_node(node)
         graph.erase_node(random)
-
-
-_OF_RESULTS = {"val", "tensor_meta", "eager_input_vals"}
-"""What a node's meta says of its arguments and results."""

@@ -11,8 +11,8 @@ from stepscope.core.errors import InputError, choose
 from stepscope.training.optimizer import Updating, clip_gradients, updated_by
 
 ROUNDS = "_stepscope_rounds"
-"""The attribute of a norm by a kernel that says whether its result has the dtype of its input, whatever autocast and its
-weight say: a residual stream in bf16, as BERT's, then stays so behind a norm."""
+"""The attribute of a norm by a kernel that says whether its result has the dtype of its input, whatever autocast and
+its weight say: a residual stream in bf16, as BERT's, then stays so behind a norm."""
 
 
 class OneByOne(Updating):

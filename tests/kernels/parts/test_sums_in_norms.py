@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
@@ -128,6 +129,13 @@ def of_layer_norms(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
     s = x + layer_norm(x, weight, None, 1e-5).half() @ by.half()
     s = s + layer_norm(s, weight, 2 * weight, 1e-5) @ by
     return layer_norm(s + s.sin() @ by, weight, weight.sin(), 1e-5)
+
+
+def of_biased_layers(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """Layers with a bias before sums; the gradient of the first is a norm's and that of the stream behind it."""
+    s = x + F.linear(layer_norm(x, weight, 2 * weight, 1e-5), by, weight)
+    s = s + F.linear(layer_norm(s, weight, weight.sin(), 1e-5), by, weight.cos())
+    return layer_norm(s, weight, weight.sin(), 1e-5)
 
 
 def no_later_reader(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
@@ -493,3 +501,21 @@ def test_a_second_process_finds_the_graph_on_disk(tmp_path: Path):
     ]  # fmt: skip
     kernels = "['ADDS', 'HAS_TOTAL', 'HAS_TOTAL']\n"
     assert said == [["0", "1", "0", kernels], ["0", "0", "1", kernels]]
+
+
+@pytest.mark.parametrize("shape", [(6, M), (2, 5, M)])
+def test_layer_norms_add_up_the_gradients_of_the_biases_before_them(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(*size, device=DEVICE) for size in (shape, (M, M), (M,))]
+    apart, joint = Joint(apart=True), Joint()
+    known = gradients(apart.compile(of_biased_layers), *inputs)
+    torch._dynamo.reset()
+    found = gradients(joint.compile(of_biased_layers), *inputs)
+    torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)  # the rows are added in another order
+
+    def summed(graphs: list[torch.fx.Graph]) -> tuple[int, int]:
+        targets = [(str(node.target), node.args) for graph in graphs for node in graph.nodes]
+        of_rows = sum("layer_norm_backward" in name and len(args) == 9 for name, args in targets)
+        return of_rows, sum("aten.sum" in name for name, _ in targets)
+
+    assert summed(apart.graphs) == (0, 2) and summed(joint.graphs) == (2, 0)

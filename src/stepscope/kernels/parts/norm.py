@@ -167,16 +167,17 @@ def layer_norm_forward(
 @triton.jit
 def layer_norm_backward(
     dy, dtotal, x, weight, means, roots, dx, shares, dy_stride, dtotal_stride, x_stride, rows, width, steps,
-    HAS_TOTAL: tl.constexpr, BIASED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_TOTAL: tl.constexpr, BIASED: tl.constexpr, SUMMED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program's shares are a row: of dw, and of db behind it."""
+    """A program's shares are a row: of dw, of db behind it, and if SUMMED of dx over its rows behind that."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     within = column < width
     by = tl.load(weight + column, mask=within, other=0.0).to(WIDE)[None, :]
     of_weight = tl.zeros((ROWS, BLOCK), WIDE)
     of_bias = tl.zeros((ROWS, BLOCK), WIDE)
+    of_rows = tl.zeros((ROWS, BLOCK), WIDE)
     for step in tl.range(0, steps, num_stages=STAGES):
         row = (program + step * tl.num_programs(0)) * ROWS + tl.arange(0, ROWS)
         here = (row < rows)[:, None] & within[None, :]
@@ -193,11 +194,16 @@ def layer_norm_backward(
         gradient = root * (gradient - tl.sum(gradient, 1)[:, None] / width - normal * along)
         if HAS_TOTAL:
             gradient += tl.load(dtotal + row[:, None] * dtotal_stride + column[None, :], mask=here, other=0.0).to(WIDE)
-        tl.store(dx + row[:, None] * width + column[None, :], gradient.to(dx.dtype.element_ty), mask=here)
-    share = shares + program * width * (2 if BIASED else 1) + column
+        rounded = gradient.to(dx.dtype.element_ty)
+        tl.store(dx + row[:, None] * width + column[None, :], rounded, mask=here)
+        if SUMMED:
+            of_rows += rounded.to(WIDE)
+    share = shares + program * width * (1 + BIASED + SUMMED) + column
     tl.store(share, tl.sum(of_weight, 0), mask=within)
     if BIASED:
         tl.store(share + width, tl.sum(of_bias, 0), mask=within)
+    if SUMMED:
+        tl.store(share + width * (1 + BIASED), tl.sum(of_rows, 0), mask=within)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -430,10 +436,11 @@ def _fake_layer_forward(
 
 def _layer_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, means: Tensor, roots: Tensor, dtype: torch.dtype,
-    of_bias: bool,
+    of_bias: bool, of_rows: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of x and of the weight, and behind the latter that of the bias, if it is asked for."""
-    dx, sums = _layer_gradients(dy, dtotal, x, weight, means, roots, dtype, of_bias)
+    """The gradients of x and of the weight, and behind the latter that of the bias and the sum of the former over its
+    rows, if they are asked for."""
+    dx, sums = _layer_gradients(dy, dtotal, x, weight, means, roots, dtype, of_bias, of_rows)
     if not x.numel():
         return dx, sums.zero_()
     values, gradients, tile = _rows(x), _rows(dy), _tile(x)
@@ -446,7 +453,7 @@ def _layer_backward(
         x, layer_norm_backward, (programs,),
         gradients, totals, values, weight.contiguous(), means, roots, dx, shares, gradients.stride(0),
         totals.stride(0), values.stride(0), count, width, tiles_of(count, programs * tile["ROWS"]),
-        HAS_TOTAL=dtotal is not None, BIASED=of_bias, STAGES=_stages(tile, x.element_size()), **tile,
+        HAS_TOTAL=dtotal is not None, BIASED=of_bias, SUMMED=of_rows, STAGES=_stages(tile, x.element_size()), **tile,
     )  # fmt: skip
     _fill_sums(shares, sums, programs, *_LAST)
     return dx, sums
@@ -454,11 +461,11 @@ def _layer_backward(
 
 def _layer_gradients(
     _dy: Tensor, _dtotal: Tensor | None, x: Tensor, weight: Tensor, _means: Tensor, _roots: Tensor, dtype: torch.dtype,
-    of_bias: bool,
+    of_bias: bool, of_rows: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What backward fills."""
     dx = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return dx, torch.empty(len(weight) * (2 if of_bias else 1), dtype=weight.dtype, device=x.device)
+    return dx, torch.empty(len(weight) * (1 + of_bias + of_rows), dtype=weight.dtype, device=x.device)
 
 
 define(
@@ -469,7 +476,7 @@ define(
 )
 define(
     "layer_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor means, Tensor roots,"
-    " ScalarType dtype, bool of_bias) -> (Tensor, Tensor)",
+    " ScalarType dtype, bool of_bias, bool of_rows=False) -> (Tensor, Tensor)",
     _layer_backward,
     _layer_gradients,
 )
