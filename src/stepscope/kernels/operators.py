@@ -647,9 +647,13 @@ def draws_together(graph: torch.fx.Graph) -> None:
 def _rate_of(node: torch.fx.Node) -> float | None:
     """The rate of the dropout whose kept numbers a node tells; None where it tells none, or is left to the compiler."""
     drawn, rate = node.args if node.target is torch.ops.aten.gt.Scalar else (None, None)
-    if not isinstance(drawn, torch.fx.Node) or drawn.target is not torch.ops.aten.rand.default:
+    if (
+        not isinstance(rate, float)
+        or not isinstance(drawn, torch.fx.Node)
+        or drawn.target is not torch.ops.aten.rand.default
+    ):
         return None
-    taken = isinstance(rate, float) and _LEAST_RATE <= rate <= 1 - _LEAST_RATE and len(drawn.users) == 1
+    taken = _LEAST_RATE <= rate <= 1 - _LEAST_RATE and len(drawn.users) == 1
     fixed = all(isinstance(size, int) for size in node.meta["val"].shape)
     return rate if taken and fixed and node.meta.get("recompute") is None else None
 
@@ -658,13 +662,13 @@ def _draw(graph: torch.fx.Graph, rate: float, device: torch.device, compared: Se
     """Draw what these comparisons tell before the first of them. Each takes a part that begins where loads are wide."""
     counts = [node.meta["val"].numel() for node in compared]
     *places, count = itertools.accumulate((-(-each // _ALIGNED) * _ALIGNED for each in counts), initial=0)
-    first: Any = compared[0].args[0]
+    first = compared[0].all_input_nodes[0]
     with graph.inserting_before(first):
         drawn = graph.call_function(torch.ops.stepscope.kept_numbers.default, (count, rate, device))
     drawn.meta = {key: value for key, value in first.meta.items() if key not in _OF_RESULTS}
     drawn.meta["val"] = compared[0].meta["val"].new_empty(count)
     for node, place, own in zip(compared, places, counts, strict=True):
-        value, random = node.meta["val"], node.args[0]
+        value, random = node.meta["val"], node.all_input_nodes[0]
         with graph.inserting_before(node):
             part = graph.call_function(torch.ops.aten.slice.Tensor, (drawn, 0, place, place + own))
             kept = graph.call_function(torch.ops.aten.view.default, (part, [*value.shape]))

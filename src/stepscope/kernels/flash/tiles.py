@@ -356,7 +356,7 @@ DRAWN = tl.constexpr(8192)
 def draw_kept(SEED, KEPT, dropped):
     """Draw for each number whether a dropout keeps it, a byte of 1 or 0, four of them in an int32 of KEPT: of 65,536
     chances `dropped` drop it."""
-    THREADS: tl.constexpr = 128
+    THREADS: tl.constexpr = 128  # pyright: ignore[reportAssignmentType]
     seed = tl.load(SEED)
     nothing = tl.zeros([THREADS], tl.int32)
     for turn in tl.static_range(DRAWN // (8 * THREADS)):  # pyright: ignore[reportGeneralTypeIssues]
