@@ -1,15 +1,20 @@
-"""Helpers for every kernel launch: the launcher, the number of tiles, and what a descriptor can address."""
+"""Helpers for every kernel launch: the launcher, the number of tiles, what a descriptor can address, and what dropouts
+keep."""
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
+from torch._ops import OpOverload
 from triton import knobs
 
 from stepscope.core.errors import InputError
-from stepscope.kernels.operators import HERE
+from stepscope.kernels.operators import HERE, OF_RESULTS, PASSES, define
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -163,3 +168,134 @@ def shared_tiles(tiles: int, visits: int, multiprocessors: int) -> Sharing:
         if last and needed < least:
             least, best = needed, parts
     return Sharing(tiles - last, last, best) if best > 1 else Sharing(tiles, 0, 1)
+
+
+# ---- what dropouts keep
+#
+# PyTorch's compiler draws each number of a dropout by ten rounds of Philox, of whose four words it takes one: most of
+# the time of a kernel that moves few bytes. What all dropouts of a graph keep is drawn here by one kernel, eight
+# numbers of each Philox, and read as a byte a number, by backward, too:
+#
+#     kept = rand(shape) > p                                 kept = kept_numbers(count, p)[place:].view(shape)
+
+_LEAST_RATE, _CHANCES = 2.0**-8, 2**16
+"""The least share of numbers that `kept_numbers` drops or keeps, and the chances that it tells apart."""
+_ALIGNED = 16
+
+DRAWN = tl.constexpr(8192)
+"""Numbers that a program of `draw_kept` draws: eight of each Philox, and of each thread some 64."""
+
+
+@triton.jit
+def draw_kept(SEED, KEPT, dropped):
+    """Draw for each number whether a dropout keeps it, a byte of 1 or 0, four of them in an int32 of KEPT: of 65,536
+    chances `dropped` drop it."""
+    THREADS: tl.constexpr = 128  # pyright: ignore[reportAssignmentType]
+    seed = tl.load(SEED)
+    nothing = tl.zeros([THREADS], tl.int32)
+    for turn in tl.static_range(DRAWN // (8 * THREADS)):  # pyright: ignore[reportGeneralTypeIssues]
+        first = tl.program_id(0) * (DRAWN // 8) + turn * THREADS
+        one, two, three, four = philox(seed, first + tl.arange(0, THREADS), nothing, nothing, nothing)
+        words = KEPT + 2 * first.to(tl.int64) + tl.arange(0, THREADS)
+        tl.store(words, _kept_of(one, dropped) | (_kept_of(two, dropped) << 16))
+        tl.store(words + THREADS, _kept_of(three, dropped) | (_kept_of(four, dropped) << 16))
+
+
+@triton.jit
+def _kept_of(word, dropped):
+    """Two bytes: what each half of a random word decides."""
+    low = ((word & 0xFFFF).to(tl.int32) >= dropped).to(tl.int32)
+    high = ((word >> 16).to(tl.int32) >= dropped).to(tl.int32)
+    return low | (high << 8)
+
+
+@triton.jit
+def philox(seed, a, b, c, d):
+    """Four words, uint32, of seven rounds of Philox 4x32. Triton's own multiplies once for each half of a product."""
+    a, b, c, d = a.to(tl.uint32), b.to(tl.uint32), c.to(tl.uint32), d.to(tl.uint32)
+    low = seed.to(tl.uint32)
+    high = (seed >> 32).to(tl.uint32)
+    for _ in tl.static_range(7):  # pyright: ignore[reportGeneralTypeIssues]
+        first = a.to(tl.uint64) * 0xD2511F53
+        second = c.to(tl.uint64) * 0xCD9E8D57
+        a = (second >> 32).to(tl.uint32) ^ b ^ low
+        c = (first >> 32).to(tl.uint32) ^ d ^ high
+        b = second.to(tl.uint32)
+        d = first.to(tl.uint32)
+        low += 0x9E3779B9
+        high += 0xBB67AE85
+    return a, b, c, d
+
+
+def kept_numbers(count: int, rate: float, device: torch.device) -> Tensor:
+    """So many bools (count,), False with the probability `rate`, to the nearest 65,536th. Drawn anew in each replay of
+    a CUDA graph."""
+    programs = tiles_of(count, DRAWN.value)
+    kept = torch.empty(programs * DRAWN.value // 4, dtype=torch.int32, device=device)
+    seed = torch.randint(2**63 - 1, (1,), device=device)
+    launch_at(kept, draw_kept, (programs,), seed, kept, round(rate * _CHANCES), num_warps=4)
+    return kept.view(torch.bool)[:count]
+
+
+define(
+    "kept_numbers(int count, float rate, Device device) -> Tensor",
+    kept_numbers,
+    lambda count, rate, device: torch.empty(count, dtype=torch.bool, device=device),
+    torch.Tag.nondeterministic_seeded,
+)
+
+
+def draws_together(graph: torch.fx.Graph) -> None:
+    """Draw what the dropouts of a graph on a GPU keep by one kernel for each of their rates, where the graph has
+    another operator of ours. What a checkpoint draws stays, since it draws it twice."""
+    from torch._inductor import config  # noqa: PLC0415
+
+    ours = any(isinstance(node.target, OpOverload) and node.target.namespace == "stepscope" for node in graph.nodes)
+    if not ours or config.fallback_random:
+        return
+    devices = {"cuda", "cpu"} if interpreted() else {"cuda"}
+    alike: dict[tuple[float, torch.device], list[torch.fx.Node]] = {}
+    for node in graph.nodes:
+        rate = _rate_of(node)
+        if rate is not None and node.meta["val"].device.type in devices:
+            alike.setdefault((rate, node.meta["val"].device), []).append(node)
+    for (rate, device), compared in alike.items():
+        _draw(graph, rate, device, compared)
+
+
+def _rate_of(node: torch.fx.Node) -> float | None:
+    """The rate of the dropout whose kept numbers a node tells; None where it tells none, or is left to the compiler."""
+    drawn, rate = node.args if node.target is torch.ops.aten.gt.Scalar else (None, None)
+    if (
+        not isinstance(rate, float)
+        or not isinstance(drawn, torch.fx.Node)
+        or drawn.target is not torch.ops.aten.rand.default
+    ):
+        return None
+    taken = _LEAST_RATE <= rate <= 1 - _LEAST_RATE and len(drawn.users) == 1
+    fixed = all(isinstance(size, int) for size in node.meta["val"].shape)
+    return rate if taken and fixed and node.meta.get("recompute") is None else None
+
+
+def _draw(graph: torch.fx.Graph, rate: float, device: torch.device, compared: Sequence[torch.fx.Node]) -> None:
+    """Draw what these comparisons tell before the first of them. Each takes a part that begins where loads are wide."""
+    counts = [node.meta["val"].numel() for node in compared]
+    *places, count = itertools.accumulate((-(-each // _ALIGNED) * _ALIGNED for each in counts), initial=0)
+    first = compared[0].all_input_nodes[0]
+    with graph.inserting_before(first):
+        drawn = graph.call_function(torch.ops.stepscope.kept_numbers.default, (count, rate, device))
+    drawn.meta = {key: value for key, value in first.meta.items() if key not in OF_RESULTS}
+    drawn.meta["val"] = compared[0].meta["val"].new_empty(count)
+    for node, place, own in zip(compared, places, counts, strict=True):
+        value, random = node.meta["val"], node.all_input_nodes[0]
+        with graph.inserting_before(node):
+            part = graph.call_function(torch.ops.aten.slice.Tensor, (drawn, 0, place, place + own))
+            kept = graph.call_function(torch.ops.aten.view.default, (part, [*value.shape]))
+        part.meta, kept.meta = {**node.meta, "val": value.new_empty(own)}, dict(node.meta)
+        part.meta.pop("tensor_meta", None)
+        node.replace_all_uses_with(kept)
+        graph.erase_node(node)
+        graph.erase_node(random)
+
+
+PASSES.append(draws_together)

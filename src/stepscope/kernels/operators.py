@@ -1,10 +1,11 @@
 """What our operators share: when a call must be an operator, checks and casts of its tensors, and their compiler."""
 
 import functools
+import inspect
 import itertools
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -172,7 +173,7 @@ _CASTS = {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.
 _COPIES = {torch.ops.aten.clone.default, *_CASTS}
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default}
 """Views of a tensor that another dtype does not change."""
-_OF_RESULTS = {"val", "tensor_meta", "eager_input_vals"}
+OF_RESULTS = {"val", "tensor_meta", "eager_input_vals"}
 """What a node's meta says of its arguments and results."""
 
 
@@ -199,13 +200,14 @@ def _pass_class() -> type[Any]:
             self.earlier = earlier
 
         def __call__(self, graph: torch.fx.Graph) -> None:
-            for run in (*self.earlier, sums_into_norms, columns_as_rows, draws_together):
+            for run in (*self.earlier, *PASSES):
                 run(graph)
 
         def uuid(self) -> Any:
             """What the keys of graphs on disk take for the passes; None where they have no such name."""
             known = [one.uuid() if isinstance(one, CustomGraphPass) else None for one in self.earlier]
-            return (get_hash_for_files((__file__,)), *known) if all(known) else None
+            files = sorted({inspect.getfile(run) for run in PASSES})
+            return (get_hash_for_files(tuple(files)), *known) if all(known) else None
 
     return SumsInNorms
 
@@ -376,7 +378,7 @@ def _sum_over_rows(norm: torch.fx.Node) -> None:
         with norm.graph.inserting_after(made):
             made = norm.graph.call_function(target, (made, *args))
         source: Any = made.args[0]
-        made.meta = {key: each for key, each in total.meta.items() if key not in _OF_RESULTS}
+        made.meta = {key: each for key, each in total.meta.items() if key not in OF_RESULTS}
         made.meta["val"] = target(source.meta["val"], *args)
     total.replace_all_uses_with(made)
     norm.graph.erase_node(total)
@@ -592,88 +594,5 @@ def _same(one: Any, other: Any) -> bool:
     return len(one) == len(other) and statically_known_true(sym_eq(one, other))
 
 
-# PyTorch's compiler draws each number of a dropout by ten rounds of Philox, of whose four words it takes one: most of
-# the time of a kernel that moves few bytes. What all dropouts of a graph keep is drawn here by one kernel, eight
-# numbers of each Philox, and read as a byte a number, by backward, too:
-#
-#     kept = rand(shape) > p                                 kept = kept_numbers(count, p)[place:].view(shape)
-
-_LEAST_RATE, _CHANCES = 2.0**-8, 2**16
-"""The least share of numbers that `kept_numbers` drops or keeps, and the chances that it tells apart."""
-_ALIGNED = 16
-
-
-def kept_numbers(count: int, rate: float, device: torch.device) -> Tensor:
-    """So many bools (count,), False with the probability `rate`, to the nearest 65,536th. Drawn anew in each replay of
-    a CUDA graph."""
-    from stepscope.kernels.flash.tiles import DRAWN, draw_kept  # noqa: PLC0415  (Triton)
-    from stepscope.kernels.launching import launch_at, tiles_of  # noqa: PLC0415
-
-    programs = tiles_of(count, DRAWN.value)
-    kept = torch.empty(programs * DRAWN.value // 4, dtype=torch.int32, device=device)
-    seed = torch.randint(2**63 - 1, (1,), device=device)
-    launch_at(kept, draw_kept, (programs,), seed, kept, round(rate * _CHANCES), num_warps=4)
-    return kept.view(torch.bool)[:count]
-
-
-define(
-    "kept_numbers(int count, float rate, Device device) -> Tensor",
-    kept_numbers,
-    lambda count, rate, device: torch.empty(count, dtype=torch.bool, device=device),
-    torch.Tag.nondeterministic_seeded,
-)
-
-
-def draws_together(graph: torch.fx.Graph) -> None:
-    """Draw what the dropouts of a graph on a GPU keep by one kernel for each of their rates, where the graph has
-    another operator of ours. What a checkpoint draws stays, since it draws it twice."""
-    from torch._inductor import config  # noqa: PLC0415
-
-    ours = any(isinstance(node.target, OpOverload) and node.target.namespace == "stepscope" for node in graph.nodes)
-    if not ours or config.fallback_random:
-        return
-    from stepscope.kernels.launching import interpreted  # noqa: PLC0415  (Triton, which an operator has loaded)
-
-    devices = {"cuda", "cpu"} if interpreted() else {"cuda"}
-    alike: dict[tuple[float, torch.device], list[torch.fx.Node]] = {}
-    for node in graph.nodes:
-        rate = _rate_of(node)
-        if rate is not None and node.meta["val"].device.type in devices:
-            alike.setdefault((rate, node.meta["val"].device), []).append(node)
-    for (rate, device), compared in alike.items():
-        _draw(graph, rate, device, compared)
-
-
-def _rate_of(node: torch.fx.Node) -> float | None:
-    """The rate of the dropout whose kept numbers a node tells; None where it tells none, or is left to the compiler."""
-    drawn, rate = node.args if node.target is torch.ops.aten.gt.Scalar else (None, None)
-    if (
-        not isinstance(rate, float)
-        or not isinstance(drawn, torch.fx.Node)
-        or drawn.target is not torch.ops.aten.rand.default
-    ):
-        return None
-    taken = _LEAST_RATE <= rate <= 1 - _LEAST_RATE and len(drawn.users) == 1
-    fixed = all(isinstance(size, int) for size in node.meta["val"].shape)
-    return rate if taken and fixed and node.meta.get("recompute") is None else None
-
-
-def _draw(graph: torch.fx.Graph, rate: float, device: torch.device, compared: Sequence[torch.fx.Node]) -> None:
-    """Draw what these comparisons tell before the first of them. Each takes a part that begins where loads are wide."""
-    counts = [node.meta["val"].numel() for node in compared]
-    *places, count = itertools.accumulate((-(-each // _ALIGNED) * _ALIGNED for each in counts), initial=0)
-    first = compared[0].all_input_nodes[0]
-    with graph.inserting_before(first):
-        drawn = graph.call_function(torch.ops.stepscope.kept_numbers.default, (count, rate, device))
-    drawn.meta = {key: value for key, value in first.meta.items() if key not in _OF_RESULTS}
-    drawn.meta["val"] = compared[0].meta["val"].new_empty(count)
-    for node, place, own in zip(compared, places, counts, strict=True):
-        value, random = node.meta["val"], node.all_input_nodes[0]
-        with graph.inserting_before(node):
-            part = graph.call_function(torch.ops.aten.slice.Tensor, (drawn, 0, place, place + own))
-            kept = graph.call_function(torch.ops.aten.view.default, (part, [*value.shape]))
-        part.meta, kept.meta = {**node.meta, "val": value.new_empty(own)}, dict(node.meta)
-        part.meta.pop("tensor_meta", None)
-        node.replace_all_uses_with(kept)
-        graph.erase_node(node)
-        graph.erase_node(random)
+PASSES: list[Callable[[torch.fx.Graph], None]] = [sums_into_norms, columns_as_rows]
+"""What changes a graph. The module that has an operator adds the pass that needs it."""

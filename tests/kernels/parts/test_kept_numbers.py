@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
-from stepscope.kernels import operators
+from stepscope.kernels import launching
 from stepscope.kernels.parts.norm import rms_norm
 from tests.kernels.parts.test_parts import DEVICE
 
@@ -35,18 +35,18 @@ def _compiled_anew() -> Iterator[None]:
 @pytest.mark.parametrize("rate", [2.0**-8, 0.1, 0.5, 0.9])
 def test_as_many_are_kept_as_the_rate_says(rate: float) -> None:
     torch.manual_seed(0)
-    kept = operators.kept_numbers(40_001, rate, DEVICE)
+    kept = launching.kept_numbers(40_001, rate, DEVICE)
     assert kept.shape == (40_001,) and kept.dtype == torch.bool
     assert abs(kept.double().mean() - (1 - rate)) < 5 * (rate * (1 - rate) / len(kept)) ** 0.5
-    again = operators.kept_numbers(40_001, rate, DEVICE)
+    again = launching.kept_numbers(40_001, rate, DEVICE)
     torch.manual_seed(0)
-    same = operators.kept_numbers(40_001, rate, DEVICE)
+    same = launching.kept_numbers(40_001, rate, DEVICE)
     assert same.equal(kept) and not again.equal(kept)
 
 
 def test_neighbours_are_kept_independently() -> None:
     torch.manual_seed(0)
-    drawn = operators.kept_numbers(65_536, 0.25, DEVICE).double()
+    drawn = launching.kept_numbers(65_536, 0.25, DEVICE).double()
     for apart in (1, 2, 8, 1024, 2048, 8192):
         both = (drawn[apart:] * drawn[:-apart]).mean()
         assert abs(both - 0.75**2) < 5 * (0.5625 * 0.4375 / len(drawn)) ** 0.5, apart
@@ -62,7 +62,7 @@ def _graphs(function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -
     targets: list[str] = []
 
     def run(graph: torch.fx.Graph) -> None:
-        operators.draws_together(graph)
+        launching.draws_together(graph)
         graph.lint()
         targets.extend(str(node.target) for node in graph.nodes)
 

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from stepscope.kernels.flash.configuration import LARGEST_TILE
-from stepscope.kernels.launching import LOG2E, interpreted
+from stepscope.kernels.launching import LOG2E, interpreted, philox
 
 FIRST_COLUMN = tl.constexpr(0)
 COMPILED = tl.constexpr(not interpreted())
@@ -295,7 +295,7 @@ def _words(SEEDS, dropped, batch_head, query, first_group, group):
     taken = zeros
     for half in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
         counter = zeros + 2 * (first_group + group) + half
-        drawn = _philox(tl.load(SEEDS), zeros + query, counter, zeros + batch_head, offset)
+        drawn = philox(tl.load(SEEDS), zeros + query, counter, zeros + batch_head, offset)
         for place in tl.static_range(4):
             word = drawn[place].to(tl.int32, bitcast=True)
             digit = ((zeros + dropped) << (31 - 4 * half - place)) >> 31
@@ -346,51 +346,6 @@ def _turned(words, STEP: tl.constexpr, LOW: tl.constexpr):
     other = (other << turn) | (other >> (32 - turn))
     own = tl.where(upper, LOW, LOW << STEP).to(tl.uint32)
     return ((words.to(tl.uint32, bitcast=True) & own) | (other & (own ^ 0xFFFFFFFF))).to(tl.int32, bitcast=True)
-
-
-DRAWN = tl.constexpr(8192)
-"""Numbers that a program of `draw_kept` draws: eight of each Philox, and of each thread some 64."""
-
-
-@triton.jit
-def draw_kept(SEED, KEPT, dropped):
-    """Draw for each number whether a dropout keeps it, a byte of 1 or 0, four of them in an int32 of KEPT: of 65,536
-    chances `dropped` drop it."""
-    THREADS: tl.constexpr = 128  # pyright: ignore[reportAssignmentType]
-    seed = tl.load(SEED)
-    nothing = tl.zeros([THREADS], tl.int32)
-    for turn in tl.static_range(DRAWN // (8 * THREADS)):  # pyright: ignore[reportGeneralTypeIssues]
-        first = tl.program_id(0) * (DRAWN // 8) + turn * THREADS
-        one, two, three, four = _philox(seed, first + tl.arange(0, THREADS), nothing, nothing, nothing)
-        words = KEPT + 2 * first.to(tl.int64) + tl.arange(0, THREADS)
-        tl.store(words, _kept_of(one, dropped) | (_kept_of(two, dropped) << 16))
-        tl.store(words + THREADS, _kept_of(three, dropped) | (_kept_of(four, dropped) << 16))
-
-
-@triton.jit
-def _kept_of(word, dropped):
-    """Two bytes: what each half of a random word decides."""
-    low = ((word & 0xFFFF).to(tl.int32) >= dropped).to(tl.int32)
-    high = ((word >> 16).to(tl.int32) >= dropped).to(tl.int32)
-    return low | (high << 8)
-
-
-@triton.jit
-def _philox(seed, a, b, c, d):
-    """Four words, uint32, of seven rounds of Philox 4x32. Triton's own multiplies once for each half of a product."""
-    a, b, c, d = a.to(tl.uint32), b.to(tl.uint32), c.to(tl.uint32), d.to(tl.uint32)
-    low = seed.to(tl.uint32)
-    high = (seed >> 32).to(tl.uint32)
-    for _ in tl.static_range(7):  # pyright: ignore[reportGeneralTypeIssues]
-        first = a.to(tl.uint64) * 0xD2511F53
-        second = c.to(tl.uint64) * 0xCD9E8D57
-        a = (second >> 32).to(tl.uint32) ^ b ^ low
-        c = (first >> 32).to(tl.uint32) ^ d ^ high
-        b = second.to(tl.uint32)
-        d = first.to(tl.uint32)
-        low += 0x9E3779B9
-        high += 0xBB67AE85
-    return a, b, c, d
 
 
 @triton.jit
