@@ -275,6 +275,29 @@ def test_products_stop_at_the_last_row_with_a_label(chunked: bool, labels: int, 
     is_near(found, loss_and_gradients(dense, leaves, targets), loss_and_gradients(dense, exact, targets))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "function", "bound"),
+    [
+        (torch.float64, linear_cross_entropy, 1e-13),
+        (torch.float32, linear_cross_entropy, 2**-14),
+        (torch.bfloat16, linear_cross_entropy, 2**-6),
+        (torch.bfloat16, few, 2**-6),
+    ],
+)
+@pytest.mark.parametrize("vocabulary", [16_384, 50_257])
+def test_rows_of_many_blocks(
+    vocabulary: int, dtype: torch.dtype, function: Any, bound: float, monkeypatch: pytest.MonkeyPatch
+):
+    """Targets at both ends of a row, in blocks that stay in registers, and in others; with pieces, too."""
+    monkeypatch.setattr(of_loss, "takes_groups", lambda _: True)
+    leaves = [normal(6, 8, dtype=dtype), normal(vocabulary, 8, dtype=dtype)]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    targets = torch.tensor([0, vocabulary - 1, -100, 7_000, vocabulary // 2, vocabulary - 2_000], device=DEVICE)
+    found = loss_and_gradients(function, leaves, targets)
+    for each, right in zip(found, loss_and_gradients(dense, exact, targets), strict=True):
+        assert float((each.double() - right).norm()) <= bound * float(right.norm())
+
+
 @pytest.mark.parametrize("tokens", [1, 8, 40, 300])
 @pytest.mark.parametrize("padding", [-1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

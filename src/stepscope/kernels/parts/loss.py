@@ -52,11 +52,21 @@ from torch.utils.flop_counter import register_flop_formula
 from stepscope.core.errors import InputError
 from stepscope.core.parts import loss_chunk_rows, loss_columns
 from stepscope.kernels import operators
-from stepscope.kernels.launching import check_place, interpreted, launch_at, power_of_two, tiles_of, warps_for, wide
+from stepscope.kernels.launching import (
+    LOG2E,
+    check_place,
+    interpreted,
+    launch_at,
+    power_of_two,
+    tiles_of,
+    warps_for,
+    wide,
+)
 
 _NAME = "loss fused"
-_LARGEST_BLOCK, _MOST_WARPS = 4096, 8
-"""With 8192 numbers and 32 warps each reduction waits for 1024 threads: 1.1 to 1.25 times as long on an H200."""
+_ROW_WARPS, _ROW_LOADS, _ROW_KEPT, _ROW_REGISTERS = 16, 2, 1, 64
+"""Of a row's program: its warps, how many times 16 bytes of a block each thread has, the blocks that stay in registers
+between the two passes, and the registers of a thread, with which programs of 32 warps in all fill a multiprocessor."""
 _SCALED_BLOCK = 2048
 _ASSERTING: dict[str, Any] = {} if interpreted() else {"debug": True, "sanitize_overflow": False}
 """Options with which Triton compiles a kernel's own assertions, and none of its checks of integers."""
@@ -77,52 +87,140 @@ _EMBEDDED_BLOCK = 1024
 def cross_entropy_rows(
     logits, targets, losses, count, stride, width, filled, ignored, factor, z_loss, pieces, within, piece_width,
     GRADIENT: tl.constexpr, DIVIDED: tl.constexpr, SKIPPED: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr, LOADS: tl.constexpr, ROUND: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """SKIPPED: whether rows that count for nothing have no logits, and get no gradient. SPLIT: whether gradients are
-    written once more, as pieces of the vocabulary, each of `within` rows."""
+    written once more, as pieces of the vocabulary, each of `within` rows. ROUND: the numbers of one vector of each
+    thread, VECTOR numbers. A block has LOADS such rounds. KEPT: the blocks that wait in registers for their gradient.
+
+    The first pass goes up the row, the second down, so that what was read last is found in the caches."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     logits += row * stride
     known = (target >= 0) & (target < width)
-    counts = target != ignored
     tl.device_assert(known | (target == ignored), "Target is out of bounds: it is neither a token nor ignore_index")
-    if SKIPPED:
-        filled = tl.multiple_of(tl.where(counts, filled, 0), 16)
-    # Read before any thread writes a gradient: the sums below have barriers.
-    of_target = tl.load(logits + target, mask=known, other=float("nan")).to(WIDE)
-    highest = tl.full([], float("-inf"), WIDE)
-    total = tl.full([], 0.0, WIDE)
-    # Masks end where rows do, at a multiple of 16: only so are loads and stores wide. Columns from the width on count
-    # as -inf, and have no gradient.
-    for start in range(0, filled, BLOCK):
-        column = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + column, mask=column < filled, other=float("-inf")).to(WIDE)
-        values = tl.where(column < width, values, float("-inf"))
-        higher = tl.maximum(highest, tl.max(values, 0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(values - higher), 0)
-        highest = higher
-    if SKIPPED:
-        highest, total = tl.where(counts, highest, 0.0), tl.where(counts, total, 1.0)
-    # Near the highest logit differences are exact, where a sum with it would be rounded.
-    rest = tl.log(total)
-    logsumexp = highest + rest
-    loss = (highest - of_target) + rest + z_loss * logsumexp * logsumexp
-    tl.store(losses + row, tl.where(counts, loss, 0.0))
-    if GRADIENT:
-        if DIVIDED:
-            factor = factor / tl.maximum(tl.load(count), 1).to(WIDE)
-        of_all = tl.where(known, factor * (1.0 + 2.0 * z_loss * logsumexp), float("nan"))
-        for start in range(0, filled, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            values = tl.load(logits + column, mask=column < filled, other=float("-inf")).to(WIDE)
-            gradient = tl.exp(values - highest - rest) * of_all - tl.where(column == target, factor, 0.0)
-            gradient = tl.where(counts & (column < width), gradient, 0.0)
-            tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=column < filled)
-            if SPLIT:
-                piece = column // piece_width
-                at = (piece.to(tl.int64) * tl.load(within) + row) * piece_width + column - piece * piece_width
-                tl.store(pieces + at, gradient.to(pieces.dtype.element_ty), mask=column < filled)
+    numbers = tl.arange(0, LOADS)[:, None] * ROUND + tl.arange(0, ROUND)[None, :]
+    BLOCK: tl.constexpr = LOADS * ROUND
+    if target != ignored:
+        # Read before any thread writes a gradient: the sums below have barriers.
+        of_target = tl.load(logits + target, mask=known, other=float("nan")).to(WIDE)
+        # Whole blocks need no masks. The last of them are kept, and those before are read again.
+        whole = width // BLOCK * BLOCK
+        again = whole - KEPT * BLOCK
+        highest, total, kept = first_pass(  # pyright: ignore[reportGeneralTypeIssues]
+            logits, numbers, width, filled, whole, again, WIDE, VECTOR, BLOCK, KEPT
+        )
+        coming = logits
+        if GRADIENT:
+            coming = tl.load(logits + again - BLOCK + numbers, mask=again > 0, other=0.0)
+        top = tl.max(highest, 0)
+        rest = tl.log(tl.sum(total * tl.exp(highest - top), 0))
+        logsumexp = top + rest
+        # Near the highest logit differences are exact, where a sum with it would be rounded.
+        tl.store(losses + row, (top - of_target) + rest + z_loss * logsumexp * logsumexp)
+        if GRADIENT:
+            share = factor / tl.maximum(tl.load(count), 1).to(WIDE) if DIVIDED else factor
+            of_all = tl.where(known, share * (1.0 + 2.0 * z_loss * logsumexp), float("nan"))
+            rows = tl.load(within) if SPLIT else 0
+            second_pass(
+                logits, numbers, width, filled, whole, again, kept, coming, top, rest, of_all, pieces, row, rows,
+                piece_width, SPLIT, WIDE, BLOCK, KEPT,
+            )  # fmt: skip
+            # Written a second time, after all others: so no other number is compared with the target.
+            tl.debug_barrier()
+            gradient = gradient_of(of_target, top, rest, of_all) - share
+            write_gradient(logits, target, gradient, known, pieces, row, rows, piece_width, SPLIT)
+    else:
+        tl.store(losses + row, 0.0)
+        if GRADIENT and not SKIPPED:
+            nothing = tl.zeros([LOADS, ROUND], logits.dtype.element_ty)
+            for start in range(0, filled, BLOCK):
+                tl.store(logits + start + numbers, nothing, mask=start + numbers < filled)
+
+
+@triton.jit
+def first_pass(
+    logits, numbers, width, filled, whole, again, WIDE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,
+):  # fmt: skip
+    """Of each thread's numbers the highest, the sum of exponentials of differences from it, and the blocks kept. Each
+    load is under way while the block before is computed."""
+    highest = tl.full([numbers.shape[1] // VECTOR], float("-inf"), WIDE)
+    total = tl.zeros([numbers.shape[1] // VECTOR], WIDE)
+    coming = tl.load(logits + numbers, mask=again > 0, other=0.0)
+    for start in range(BLOCK, again + BLOCK, BLOCK):
+        values = coming
+        coming = tl.load(logits + start + numbers, mask=start < again, other=0.0)
+        highest, total = taken_up(values.to(WIDE), highest, total, VECTOR)
+    kept = ()
+    for block in tl.static_range(KEPT):  # pyright: ignore[reportGeneralTypeIssues]
+        kept += (tl.load(logits + again + block * BLOCK + numbers, eviction_policy="evict_first"),)
+    for start in range(whole, filled, BLOCK):
+        values = last_values(logits, start + numbers, width, filled, WIDE)
+        highest, total = taken_up(values, highest, total, VECTOR)
+    for block in tl.static_range(KEPT):  # pyright: ignore[reportGeneralTypeIssues]
+        highest, total = taken_up(kept[block].to(WIDE), highest, total, VECTOR)
+    return highest, total, kept
+
+
+@triton.jit
+def second_pass(
+    logits, numbers, width, filled, whole, again, kept, coming, top, rest, of_all, pieces, row, rows, piece_width,
+    SPLIT: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Write of_all * exp(logit - top - rest) in each logit's place; coming: the last block that was not kept."""
+    for block in tl.static_range(KEPT):  # pyright: ignore[reportGeneralTypeIssues]
+        gradient = gradient_of(kept[block].to(WIDE), top, rest, of_all)
+        write_gradient(logits, again + block * BLOCK + numbers, gradient, None, pieces, row, rows, piece_width, SPLIT)
+    for start in range(whole, filled, BLOCK):
+        column = start + numbers
+        gradient = gradient_of(last_values(logits, column, width, filled, WIDE), top, rest, of_all)
+        gradient = tl.where(column < width, gradient, 0.0)
+        write_gradient(logits, column, gradient, column < filled, pieces, row, rows, piece_width, SPLIT)
+    for passed in range(BLOCK, again + BLOCK, BLOCK):
+        values, column = coming, again - passed + numbers
+        before = logits + column - BLOCK
+        coming = tl.load(before, mask=passed < again, other=0.0)
+        gradient = gradient_of(values.to(WIDE), top, rest, of_all)
+        write_gradient(logits, column, gradient, None, pieces, row, rows, piece_width, SPLIT)
+
+
+@triton.jit
+def taken_up(values, highest, total, VECTOR: tl.constexpr):
+    """For each thread's vectors the highest of their numbers until now, and the sum of exponentials of differences from
+    it, with a block's numbers: no thread waits for another."""
+    mine = tl.reshape(values, [values.shape[0], values.shape[1] // VECTOR, VECTOR])
+    higher = tl.maximum(highest, tl.max(tl.max(mine, 2), 0))
+    # Where all numbers are -inf, the difference from them is none.
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    terms = tl.exp2((mine - base[None, :, None]) * LOG2E)
+    return higher, total * tl.exp(highest - base) + tl.sum(tl.sum(terms, 2), 0)
+
+
+@triton.jit
+def last_values(logits, column, width, filled, WIDE: tl.constexpr):
+    """The logits at a row's end. Masks end where rows do, at a multiple of 16: only so are loads wide. Columns from the
+    width on count as -inf."""
+    values = tl.load(logits + column, mask=column < filled, other=float("-inf")).to(WIDE)
+    return tl.where(column < width, values, float("-inf"))
+
+
+@triton.jit
+def gradient_of(values, top, rest, of_all):
+    """of_all * exp(values - top - rest)"""
+    return tl.exp2((values - top) * LOG2E - rest * LOG2E) * of_all
+
+
+@triton.jit
+def write_gradient(
+    logits, column, gradient, inside, pieces, row, rows, piece_width, SPLIT: tl.constexpr
+):  # fmt: skip
+    """Store a gradient in its logit's place, and with SPLIT at its place among the pieces."""
+    tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside, cache_modifier=".cs")
+    if SPLIT:
+        piece = column // piece_width
+        at = (piece.to(tl.int64) * rows + row) * piece_width + column - piece * piece_width
+        tl.store(pieces + at, gradient.to(pieces.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -219,7 +317,8 @@ def _forward(
     make = torch.empty if alone or (len(x) and not grouped) else torch.zeros
     shape = kernel.shape if of_weight_here else (0,)
     dweight = make(shape, dtype=_dweight_dtype(x, weight, rows, few), device=x.device)
-    block, fp16 = min(power_of_two(len(kernel)), _LARGEST_BLOCK), x.dtype == torch.float16
+    fp16 = x.dtype == torch.float16
+    taken, warps = _row_blocks(vocabulary, x.element_size())
     buffer = torch.empty(0 if grouped else min(chunk, len(x)), len(kernel), dtype=x.dtype, device=x.device)
     split = _pieces_of(len(kernel), chunk) if grouped and of_x else 1
     # Products write where they are told to: autocast leaves such calls alone.
@@ -236,7 +335,7 @@ def _forward(
             logits, targets[first:], losses[first:], count, len(kernel), vocabulary, len(kernel), ignore_index,
             _FP16_FACTOR if fp16 else 1.0, z_loss, pieces, count if within is None else within, len(kernel) // split,
             GRADIENT=of_x or of_weight, DIVIDED=not fp16, SKIPPED=grouped, SPLIT=split > 1, WIDE=wide(x.dtype),
-            BLOCK=block, num_warps=min(_MOST_WARPS, warps_for(block)), **_ASSERTING,
+            **taken, num_warps=warps, maxnreg=_ROW_REGISTERS, **_ASSERTING,
         )  # fmt: skip
         if of_x and within is not None and order is not None:
             _input_gradient(pieces, kernel[:, :width], dx, order[first:], within, split)
@@ -250,6 +349,16 @@ def _forward(
     if order is not None and of_x and not grouped:
         dx = dx.new_zeros(rows, width).index_copy_(0, order, dx)
     return losses.sum() / count, count, dx, buffer if late else dweight[:vocabulary]
+
+
+def _row_blocks(vocabulary: int, size: int) -> tuple[dict[str, int], int]:
+    """The constants of a kernel's blocks of rows of logits, each of so many bytes, and its warps."""
+    warps = min(_ROW_WARPS, warps_for(power_of_two(vocabulary)))
+    vector = 16 // size
+    of_round = 32 * warps * vector
+    loads = _ROW_LOADS if _ROW_LOADS * of_round <= vocabulary else 1
+    kept = min(_ROW_KEPT, vocabulary // (loads * of_round))
+    return {"VECTOR": vector, "LOADS": loads, "ROUND": of_round, "KEPT": kept}, warps
 
 
 def takes_groups(x: Tensor) -> bool:
