@@ -45,10 +45,10 @@ _NAME = "mlp fused"
 _BLOCK = 2048
 _GELU_ROWS, _GELU_BLOCK = 8, 256
 """The rows and columns of a tile of GELU's forward: 16 bytes for a thread at a time, four rows in a pass."""
-_GELU_CHUNK, _GELU_STAGES = 4, 4
+_GELU_CHUNK, _GELU_STAGES = 2, 4
 """The rows of a tile of GELU's backward, and how many of its tiles are loaded at a time. Loaded one after another, the
 tiles took 1.4 times as long with the sums as without: ptxas puts loads behind the arithmetic of others."""
-_GELU_PROGRAMS = 8 * 132
+_GELU_PROGRAMS = 16 * 132
 """About how many programs backward of GELU has: each adds up some rows before it writes their sums."""
 
 

@@ -391,16 +391,17 @@ def rms_norm(
 
 # LayerNorm.
 
-_TILE = 2048
-"""The numbers of rows that a program of LayerNorm has at a time, where they are short."""
+_TILE, _FORWARD_TILE = 2048, 1024
+"""The numbers of rows that a program of LayerNorm has at a time, where they are short: in backward each program adds up
+many rows, and with more of them at a time fewer shares are left."""
 _AHEAD_BYTES = 96 << 10
 """The most memory of a multiprocessor in which a program of backward has the next rows."""
 
 
-def _tile(x: Tensor) -> dict[str, Any]:
-    """The tile of a program, with the options of its launch."""
+def _tile(x: Tensor, numbers: int) -> dict[str, Any]:
+    """The tile of a program, about so many numbers, with the options of its launch."""
     block = power_of_two(x.shape[-1])
-    rows = max(1, min(8, _TILE // block))
+    rows = max(1, min(8, numbers // block))
     return {"WIDE": wide(x.dtype), "ROWS": rows, "BLOCK": block, "num_warps": max(4, min(16, rows * block // 1024))}
 
 
@@ -415,7 +416,7 @@ def _layer_forward(
     check_place(_NAME, x)
     y, total, means, roots = _fake_layer_forward(x, branch, weight, bias, epsilon, dtype)
     if x.numel():
-        rows, tile = _rows(x), _tile(x)
+        rows, tile = _rows(x), _tile(x, _FORWARD_TILE)
         added = rows if branch is None else _rows(branch)
         weight = weight.contiguous()
         launch_at(
@@ -443,7 +444,7 @@ def _layer_backward(
     dx, sums = _layer_gradients(dy, dtotal, x, weight, means, roots, dtype, of_bias, of_rows)
     if not x.numel():
         return dx, sums.zero_()
-    values, gradients, tile = _rows(x), _rows(dy), _tile(x)
+    values, gradients, tile = _rows(x), _rows(dy), _tile(x, _TILE)
     totals = gradients if dtotal is None else _rows(dtotal)
     count, width = values.shape
     # A program has at least four tiles: with fewer, the shares would outweigh the rows.
