@@ -408,7 +408,8 @@ def test_a_model_made_again_is_held_again_only_where_its_code_has_changed(monkey
     monkeypatch.setattr(replaced_module, "hold", noted)
 
     def replaced() -> list[int]:
-        found = replace_parts(nn.Sequential(nn.RMSNorm(12, eps=1e-4), SwiGLU(nn.SiLU())), norm="fused", mlp="fused")
+        model = nn.Sequential(nn.RMSNorm(12, eps=1e-4), SwiGLU(nn.SiLU())).to(DEVICE)
+        found = replace_parts(model, norm="fused", mlp="fused")
         return [each.modules for each in found.replaced]
 
     assert replaced() == [1, 1] and set(held) == {"RMSNorm", "SwiGLU"}

@@ -53,7 +53,7 @@ def apart(ours: list[Tensor], own: list[Tensor]) -> float:
 
 def calls_of(model: Any, **more: Any) -> int:
     """How often a step of a model calls the kernel's operator."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
         step(model, **more)
     counts = {event.key: event.count for event in profiler.key_averages()}
     return counts.get("stepscope::rotate_halves", 0)

@@ -88,7 +88,10 @@ def test_layer_norm_is_pytorchs(sizes: tuple[int, ...], dtype: torch.dtype, bias
     y, total, means, roots = torch.ops.stepscope.layer_norm_forward(
         x, branch, weight, bias if biased else None, 1e-5, dtype
     )
-    assert torch.equal(y, layer_norm(total, weight, bias if biased else None, 1e-5))
+    alone = layer_norm(total, weight, bias if biased else None, 1e-5)
+    # A GPU's threads have other numbers of a view of wider rows than of the sum, and add them in another order.
+    tolerance = 0.0 if DEVICE.type == "cpu" else 4 * unit
+    torch.testing.assert_close(y, alone, rtol=tolerance, atol=tolerance)
     assert float((total - (x.double() + branch.double())).norm()) <= 2 * unit * float(total.double().norm())
     apart = torch.ops.stepscope.layer_norm_backward(dy, None, total, weight, means, roots, dtype, biased)
     summed = torch.ops.stepscope.layer_norm_backward(dy, dtotal, total, weight, means, roots, dtype, biased)
