@@ -55,16 +55,11 @@ _PROGRAMS = 132 * 4
 
 
 @triton.jit
-def one_over_root(x):
-    """1 / sqrt(x). A GPU's own is good for fp32: in fp64 it was off by 1e-13 of it on an H200."""
-    return 1.0 / tl.sqrt(x) if x.dtype == tl.float64 else tl.rsqrt(x)
-
-
-@triton.jit
 def rms_norm_forward(
-    x, branch, total, weight, y, roots, x_stride, branch_stride, width, epsilon,
-    ADDS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    x, branch, total, weight, y, roots, x_stride, branch_stride, width,
+    EPSILON: tl.constexpr, ADDS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """EPSILON is a constant, since an argument would have fp32: in fp64 a norm was off by 1e-13."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -74,7 +69,7 @@ def rms_norm_forward(
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + row * width + column, rounded, mask=inside)
         values = rounded.to(WIDE)
-    root = one_over_root(tl.sum(values * values, 0) / width + epsilon)  # pyright: ignore[reportGeneralTypeIssues]
+    root = tl.rsqrt(tl.sum(values * values, 0) / width + EPSILON)
     tl.store(roots + row, root)
     by = tl.load(weight + column, mask=inside, other=0.0).to(WIDE)
     tl.store(y + row * width + column, (values * root * by).to(y.dtype.element_ty), mask=inside)
@@ -139,9 +134,9 @@ def sum_rows(
 
 @triton.jit
 def layer_norm_forward(
-    x, branch, total, weight, bias, y, means, roots, x_stride, branch_stride, rows, width, epsilon,
-    ADDS: tl.constexpr, BIASED: tl.constexpr, REFINED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, branch, total, weight, bias, y, means, roots, x_stride, branch_stride, rows, width,
+    EPSILON: tl.constexpr, ADDS: tl.constexpr, BIASED: tl.constexpr, REFINED: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """REFINED: whether what the mean's own rounding leaves is taken off, too: of equal numbers in 32 bits it would be
     all that there is."""
@@ -161,7 +156,7 @@ def layer_norm_forward(
         rest = tl.sum(values, 1) / width
         mean += rest
         values = tl.where(within, values - rest[:, None], 0.0)
-    root = one_over_root(tl.sum(values * values, 1) / width + epsilon)  # pyright: ignore[reportGeneralTypeIssues]
+    root = tl.rsqrt(tl.sum(values * values, 1) / width + EPSILON)
     tl.store(means + row, mean, mask=row < rows)
     tl.store(roots + row, root, mask=row < rows)
     values *= root[:, None] * tl.load(weight + column, mask=within, other=0.0).to(WIDE)
@@ -229,8 +224,8 @@ def _forward(
         block = power_of_two(rows.shape[1])
         launch_at(
             x, rms_norm_forward, (rows.shape[0],),
-            rows, added, total, weight.contiguous(), y, roots, rows.stride(0), added.stride(0), rows.shape[1], epsilon,
-            ADDS=branch is not None, WIDE=wide(x.dtype), BLOCK=block, num_warps=warps_for(block),
+            rows, added, total, weight.contiguous(), y, roots, rows.stride(0), added.stride(0), rows.shape[1],
+            EPSILON=epsilon, ADDS=branch is not None, WIDE=wide(x.dtype), BLOCK=block, num_warps=warps_for(block),
         )  # fmt: skip
     return y, total, roots
 
@@ -428,7 +423,7 @@ def _layer_forward(
         launch_at(
             x, layer_norm_forward, (tiles_of(rows.shape[0], tile["ROWS"]),),
             rows, added, total, weight, weight if bias is None else bias.contiguous(), y, means, roots, rows.stride(0),
-            added.stride(0), *rows.shape, epsilon, ADDS=branch is not None, BIASED=bias is not None,
+            added.stride(0), *rows.shape, EPSILON=epsilon, ADDS=branch is not None, BIASED=bias is not None,
             REFINED=x.element_size() > 2 or added.element_size() > 2, **tile,
         )  # fmt: skip
     return y, total, means, roots
