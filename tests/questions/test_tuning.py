@@ -321,12 +321,14 @@ def compiled_first(bench: Written, **own: Any) -> Search:
     return search
 
 
-def test_a_user_s_model_is_compiled_first_with_its_norms_left_to_the_compiler():
-    first, *_ = compiled_first(Own(0.9)).tried
-    assert (first.round, first.verdict, first.change["compile"]) == ("together", "taken", "default")
-    assert {part for part, name in first.change.items() if name == "fused"} == {"rope", "mlp", "loss"}
+def test_a_user_s_model_is_compiled_first_block_by_block():
+    search = compiled_first(Own(0.9))
+    first = search.tried[0]
+    assert (first.round, first.verdict, first.change["compile"]) == ("together", "taken", "blocks")
+    assert {part for part, name in first.change.items() if name == "fused"} == {*PARTS}
+    assert {"compile": "default"} in [tried.change for tried in search.tried if tried.round == "compile"]
     # What is compiled already, or must stay as it is, is no part of it.
-    assert "compile" not in compiled_first(Own(0.9), compile="blocks").tried[0].change
+    assert "compile" not in compiled_first(Own(0.9), compile="default").tried[0].change
     assert "compile" not in searched_own(0.9)[0].tried[0].change
 
 
@@ -346,15 +348,28 @@ def test_where_a_user_s_model_does_not_compile_the_rest_is_tried_without(verdict
 
     first, second, *_ = compiled_first(Uncompiled(0.9)).tried
     assert (first.verdict, second.round, second.verdict) == (verdict, "together", "taken")
-    assert second.change.keys() ^ first.change.keys() == {"compile", "norm"}
+    assert second.change.keys() ^ first.change.keys() == {"compile"}
     assert {part for part, name in second.change.items() if name == "fused"} == {*PARTS}
 
 
 def test_a_compiled_model_without_such_modules_has_the_rest_compiled():
     search = compiled_first(Own(None))
     refused, again = (tried for tried in search.tried if tried.round == "together")
-    assert (refused.verdict, again.verdict, again.change["compile"]) == ("refused", "taken", "default")
+    assert (refused.verdict, again.verdict, again.change["compile"]) == ("refused", "taken", "blocks")
     assert "fused" not in again.change.values()
+
+
+def test_a_model_whose_blocks_nobody_knows_is_compiled_as_a_whole():
+    class OfOneBlock(Own):
+        def race(self, best: Workload, other: Workload) -> Tried:
+            if other.compile == "blocks":
+                why = "compile mode blocks needs a model whose blocks are known: choose default"
+                return Tried(round="", change={}, verdict="refused", why=why)
+            return super().race(best, other)
+
+    refused, taken, *_ = compiled_first(OfOneBlock(0.9)).tried
+    assert (refused.verdict, taken.verdict) == ("refused", "taken")
+    assert taken.change == {**refused.change, "compile": "default"}
 
 
 def test_how_soon_a_search_was_near_its_end_is_told():

@@ -88,18 +88,9 @@ def _groups(best: Workload) -> Iterator[Change]:
     yield {"projections": "joint"}
 
 
-COMPILED: Change = {"compile": "default"}
-LEFT_TO_THE_COMPILER = ("norm",)
-"""Parts that a compiler fuses with what stands beside them: as kernels of their own they were slower. rope was faster
-by its kernel, of Llama and Qwen (results/h200/own-step)."""
-
-
-def _compiled_groups(best: Workload) -> Iterator[Change]:
-    """The usually faster changes (`_groups`) with torch.compile, by which each of the models that people train was the
-    fastest (results/h200/own-step)."""
-    for group in _groups(best):
-        yield {part: name for part, name in group.items() if part not in LEFT_TO_THE_COMPILER}
-    yield COMPILED
+COMPILED: Change = {"compile": "blocks"}
+"""Compiled blocks are ready in half the time of a whole model, and with norms by kernels about as fast
+(results/h200/own-step): the round `compile` races the whole."""
 
 
 def groups_that_may(best: Workload, kept: frozenset[str], *, compiled: bool = False) -> list[Change]:
@@ -107,7 +98,7 @@ def groups_that_may(best: Workload, kept: frozenset[str], *, compiled: bool = Fa
     whether torch.compile is one of them."""
     groups: list[Change] = []
     step = best
-    for group in (_compiled_groups if compiled and "compile" not in kept else _groups)(best):
+    for group in (*_groups(best), *([COMPILED] if compiled else [])):
         different = {name: value for name, value in group.items() if getattr(best, name) != value and name not in kept}
         different = {name: value for name, value in different.items() if name in best.__struct_fields__}
         if different:
@@ -268,12 +259,6 @@ ROUNDS: tuple[Round, ...] = (
 )
 
 
-def _with_all_parts(groups: list[Change], start: Workload, kept: frozenset[str]) -> list[Change]:
-    """The groups, with the parts that were left to the compiler, where they have other parts."""
-    whole: Change = {part: "fused" for part in start.parts if part not in kept}
-    return [whole if group.keys() <= whole.keys() else group for group in groups]
-
-
 def together(groups: list[Change]) -> Round:
     """All of these at once; where they are one or none, their own rounds try them."""
     whole = {name: value for group in groups for name, value in group.items()}
@@ -360,7 +345,12 @@ ABSENT = ("replace nothing", "replaces nothing", "takes the place of")
 
 def refused_fields(why: str) -> frozenset[str]:
     """The fields of a user's step that a refusal speaks of."""
-    named = {"attention ": "attention", "projections ": "projections", "CUDA graph": "graph"}
+    named = {
+        "attention ": "attention",
+        "projections ": "projections",
+        "CUDA graph": "graph",
+        "compile mode ": "compile",
+    }
     return next((frozenset({field}) for words, field in named.items() if words in why), frozenset(PARTS))
 
 
@@ -431,7 +421,6 @@ class Search:
         the change is tried again without what was refused. What the model does not have at all, no later round asks
         for.
         """
-        start = self.best
         self._go(together(usual), bench, tell)
         while self.best.factory and self.tried and self.tried[-1].round == TOGETHER:
             last = self.tried[-1]
@@ -443,8 +432,8 @@ class Search:
                 self.kept |= fields
             elif fields == {"attention"} and OURS in usual:  # dropout is left to SDPA, without a mask
                 others.append({"attention": "sdpa"})
-            elif fields == {"compile"}:
-                others = _with_all_parts(others, start, self.kept)
+            elif fields == {"compile"} and "blocks are known" in last.why:
+                others.append({"compile": "default"})
             tries, usual = len(self.tried), others
             self._go(together(usual), bench, tell)
             if len(self.tried) == tries:
