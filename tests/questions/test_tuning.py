@@ -359,6 +359,14 @@ def test_a_compiled_model_without_such_modules_has_the_rest_compiled():
     assert "fused" not in again.change.values()
 
 
+def test_a_change_back_to_a_model_s_own_attention_is_kept_and_said():
+    search = compiled_first(Own(0.9))
+    (back,) = [tried for tried in search.tried if tried.change == {"attention": None}]
+    assert change_words(back.change) == "the model's own attention"
+    found = search.so_far(search.baseline)
+    assert msgspec.json.decode(msgspec.json.encode(found), type=Tuned) == found
+
+
 def test_a_model_whose_blocks_nobody_knows_is_compiled_as_a_whole():
     class OfOneBlock(Own):
         def race(self, best: Workload, other: Workload) -> Tried:

@@ -157,13 +157,19 @@ def test_layer_norm_has_its_own_dtype_under_autocast(dtype: torch.dtype):
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
-def test_beside_weights_in_bf16_a_norm_gives_the_dtype_of_its_input(kind: Any):
+def test_beside_weights_in_bf16_a_norm_gives_the_dtype_of_its_input(kind: Any, first: bool):
     model = nn.Sequential(kind(12, eps=1e-5), nn.Linear(12, 12)).to(DEVICE)
     replaced = replace_parts(model, norm="fused")
     x = torch.randn(3, 12, device=DEVICE)
     exact = model[0](x)
-    halve(model)
+    if first:
+        halve(model)
+    else:
+        replaced.restore()
+        halve(model)
+        replaced = replace_parts(model, norm="fused")
     again = pickle.loads(pickle.dumps(model))[0]
     with torch.autocast(DEVICE.type, torch.bfloat16):
         for norm in (model[0], again):

@@ -61,7 +61,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
     round: str
     """What was changed, in a word: `attention`, `precision`."""
-    change: dict[str, str | int]
+    change: dict[str, str | int | None]
     """Fields of the workload with their new values."""
     verdict: Verdict
     step_s: float | None = None
@@ -88,9 +88,11 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     """The runs of the best step until then, and of this one."""
 
 
-def change_words(change: Mapping[str, str | int]) -> str:
-    """A change in words: `dtype bf16-master, kernels fused`, where all parts have one name."""
-    return ", ".join(f"{name} {value}" for name, value in kernels_at_once(change).items())
+def change_words(change: Mapping[str, str | int | None]) -> str:
+    """A change in words: `dtype bf16-master, kernels fused`, where all parts have one name. None is what a user's model
+    has of its own."""
+    named = kernels_at_once(change).items()
+    return ", ".join(f"the model's own {name}" if value is None else f"{name} {value}" for name, value in named)
 
 
 NEAR = 0.05

@@ -177,7 +177,7 @@ OF_RESULTS = {"val", "tensor_meta", "eager_input_vals"}
 """What a node's meta says of its arguments and results."""
 
 
-def sum_in_norms() -> None:
+def use_graph_passes() -> None:
     """Let torch.compile hand sums to the norms beside them, and copy no gradients of attention that lie as they should,
     in this thread from now on.
 
@@ -195,7 +195,7 @@ def sum_in_norms() -> None:
 def _pass_class() -> type[Any]:
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files  # noqa: PLC0415  (as above)
 
-    class SumsInNorms(CustomGraphPass):
+    class GraphPasses(CustomGraphPass):
         def __init__(self, earlier: tuple[Any, ...]) -> None:
             self.earlier = earlier
 
@@ -209,7 +209,7 @@ def _pass_class() -> type[Any]:
             files = sorted({inspect.getfile(run) for run in PASSES})
             return (get_hash_for_files(tuple(files)), *known) if all(known) else None
 
-    return SumsInNorms
+    return GraphPasses
 
 
 def sums_into_norms(graph: torch.fx.Graph) -> None:

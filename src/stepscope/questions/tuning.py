@@ -33,7 +33,7 @@ from stepscope.questions.tuning_races import Racing
 # taken back, choice by choice, which says what each of them gives.
 
 
-Change = dict[str, str | int]
+Change = dict[str, str | int | None]
 """Fields of a workload with new values."""
 
 PRECISIONS_TRIED: dict[Dtype, tuple[Dtype, ...]] = {

@@ -162,7 +162,7 @@ def halve(model: nn.Module) -> dict[Tensor, Tensor]:
     Weights are the floating-point parameters of two dimensions or more, those of matrix products, convolutions and
     embeddings, and the biases beside them: autocast rounds both in each forward. Other vectors, as norms have, stay
     fp32: they are small, and a norm's scale is near one, where bf16 is coarse. A norm that `replace_parts` replaced
-    gives the dtype of its input from then on (`ROUNDS`).
+    gives the dtype of its input from then on, as does one that is replaced later (`ROUNDS`).
     """
     masters: dict[Tensor, Tensor] = {}
     every = [vars(module)["_parameters"] for module in model.modules()]
@@ -172,10 +172,16 @@ def halve(model: nn.Module) -> dict[Tensor, Tensor]:
         if (parameter.dim() >= 2 or id(parameter) in biases) and parameter.dtype == torch.float32:
             masters[parameter] = parameter.detach()
             parameter.data = parameter.detach().to(torch.bfloat16)
-    for module in model.modules():
+    setattr(model, ROUNDS, True)
+    round_norms(model)
+    return {weight: masters[weight] for weight in masters if weight.requires_grad}
+
+
+def round_norms(model: nn.Module) -> None:
+    """Let the norms by kernels of a model of halved weights give the dtype of their input."""
+    for module in model.modules() if vars(model).get(ROUNDS) else ():
         if hasattr(type(module), ROUNDS):
             setattr(module, ROUNDS, True)
-    return {weight: masters[weight] for weight in masters if weight.requires_grad}
 
 
 class OnMasters(Updating):

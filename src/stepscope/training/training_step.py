@@ -504,11 +504,11 @@ def block_runner(workload: TextbookWorkload) -> BlockRunner:
 
 def _compiled(parts: StepParts, mode: str) -> nn.Module:
     """What the forward phase calls, compiled; each block by itself in mode `blocks`."""
-    from stepscope.kernels.operators import sum_in_norms  # noqa: PLC0415  (only where something is compiled)
+    from stepscope.kernels.operators import use_graph_passes  # noqa: PLC0415  (only where something is compiled)
 
     # fullgraph stays off: a graph break must be found and reported, not hidden by a refusal to run.
     keep_compiled_functions()
-    sum_in_norms()
+    use_graph_passes()
     if mode == "blocks":
         if not parts.blocks:
             raise InputError("compile mode blocks needs a model whose blocks are known: choose default")

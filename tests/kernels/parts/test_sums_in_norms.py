@@ -445,7 +445,7 @@ def test_a_pass_of_the_user_s_runs_first_and_keeps_its_name():
         ran.clear()
         with config.patch(joint_custom_pre_pass=before):
             for _ in range(2):
-                operators.sum_in_norms()
+                operators.use_graph_passes()
             given: Any = config.joint_custom_pre_pass
             given(graph)
         assert len(ran) == (uuids - 1 if uuids else 1) and len(given.uuid() or ()) == uuids
@@ -456,14 +456,14 @@ import functools, sys
 sys.path.append({root!r})
 import torch
 from torch._dynamo.utils import counters
-from stepscope.kernels.operators import sum_in_norms
+from stepscope.kernels.operators import use_graph_passes
 from stepscope.kernels.parts import norm
 from stepscope.training.training_step import keep_compiled_functions
 from tests.interpreter import quicken
 
 quicken()
 keep_compiled_functions()
-sum_in_norms()
+use_graph_passes()
 summed, launch_at = [], norm.launch_at
 def counted(*arguments, **options):
     summed.extend(name for name in ("ADDS", "HAS_TOTAL") if options.get(name))

@@ -71,13 +71,17 @@ def script_lines(workload: Workload) -> list[str]:
         imported = f"from stepscope.training.one_launch import {name}"
         updates = [imported, f"optimizer = {name}(model.parameters(), lr=lr{masters})"]
     mode = f"mode={workload.compile!r}" if workload.compile != "default" else ""
-    compiled = ["for block in blocks:  # the model's list of blocks", "    block.compile()"]
+    blocks = ["for block in blocks:  # the model's list of blocks", "    block.compile()"]
+    compiled = {"eager": [], "blocks": blocks}.get(workload.compile, [f"model.compile({mode})"])
+    if compiled and parts.keys() - {"projections"}:  # which compiler and kernels do together
+        passes = "use_graph_passes"
+        compiled = [f"from stepscope.kernels.operators import {passes}", f"{passes}()", *compiled]
     said = ", ".join(f"{name}={value!r}" for name, value in parts.items())
     return [
         *(["from stepscope.training.half_optimizers import halve", "masters = halve(model)"] if masters else []),
         *(["import stepscope", f"stepscope.replace_parts(model, {said})"] if parts else []),
         *updates,
-        *({"eager": [], "blocks": compiled}.get(workload.compile, [f"model.compile({mode})"])),
+        *compiled,
         *(["# forward and loss: with torch.autocast(device, torch.bfloat16)"] if precision.tensors == "bf16" else []),
         *(["# the whole step as one CUDA graph: torch.cuda.graph"] if workload.graph == "step" else []),
     ]

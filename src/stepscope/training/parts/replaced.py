@@ -56,7 +56,7 @@ from stepscope.kernels.parts.projections import (
 from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.attention.pytorch import attention_found, calls_by_name, swap_attention
-from stepscope.training.half_optimizers import ROUNDS
+from stepscope.training.half_optimizers import ROUNDS, round_norms
 from stepscope.training.parts import part_function
 from stepscope.training.parts.formulas import MlpLayers, epsilon_of, mlp_layers, only_watched, product_of, widths_of
 from stepscope.training.parts.gate import (
@@ -595,6 +595,7 @@ def _replaced_parts(model: nn.Module, requested: Mapping[Part, Kernels]) -> Repl
             f"{first_missing.part} {first_missing.kernels} replaces nothing in {type(model).__name__}: "
             f"{first_missing.why}; leave out --{first_missing.part}"
         )
+    round_norms(model)
     return Replaced(model, tuple(records))
 
 
@@ -819,15 +820,14 @@ def _takes(module: nn.Module, x: object) -> bool:
 
 
 def _norm(kernel: Callable[..., Any], way: _Way, module: nn.Module, x: Tensor) -> Tensor:
-    weight: Any = module.weight
-    promoted = way.promoted and not getattr(module, ROUNDS)
-    dtype = torch.promote_types(x.dtype, weight.dtype) if promoted else x.dtype
+    own: Any = module
+    promoted = way.promoted and not getattr(own, ROUNDS)
+    dtype = torch.promote_types(x.dtype, own.weight.dtype) if promoted else x.dtype
     if way.centered:
-        bias: Any = module.bias
         widens = promoted and x.is_cuda and torch.is_autocast_enabled("cuda")  # a CPU's autocast leaves it
         dtype = torch.promote_types(dtype, torch.float32) if widens else dtype
-        return kernel(x, weight, bias, epsilon_of(module, x.dtype), dtype)
-    by = weight if not way.offset else way.offset + weight.float()
+        return kernel(x, own.weight, own.bias, epsilon_of(module, x.dtype), dtype)
+    by = own.weight if not way.offset else way.offset + own.weight.float()
     return kernel(x, None, by, epsilon_of(module, x.dtype), dtype=dtype)[1]
 
 
