@@ -362,8 +362,10 @@ def _sum_over_rows(norm: torch.fx.Node) -> None:
     takes = norm.target._schema.arguments[-1].name == "of_rows" and len(norm.args) < len(norm.target._schema.arguments)
     if total is None or not apart or not takes or not _together(total, norm):
         return
-    width, value = splits[0].args[1], total.meta["val"]
-    if not isinstance(width, int) or value.numel() != width:
+    width, value, sums = splits[0].args[1], total.meta["val"], results[1].meta["val"]
+    # What the kernel returns has the dtype of the norm's weight, which may be coarser than the sum's.
+    exact = torch.promote_types(value.dtype, sums.dtype) == sums.dtype
+    if not isinstance(width, int) or value.numel() != width or not exact:
         return
     norm.args = (*norm.args, True)
     _give(norm, len(norm.args) - 1, True)

@@ -519,3 +519,18 @@ def test_layer_norms_add_up_the_gradients_of_the_biases_before_them(shape: tuple
         return of_rows, sum("aten.sum" in name for name, _ in targets)
 
     assert summed(apart.graphs) == (0, 2) and summed(joint.graphs) == (2, 0)
+
+
+def before_a_coarse_norm(x: Tensor, by: Tensor, bias: Tensor, weight: Tensor) -> Tensor:
+    """A stream and a bias in fp32 before a norm whose weight has 16 bits."""
+    return layer_norm(x + F.linear(x, by, bias), weight, weight.sin(), 1e-5)
+
+
+def test_a_bias_gets_no_coarser_gradient_than_its_own_dtype() -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(*size, device=DEVICE) for size in ((6, M), (M, M), (M,))]
+    inputs.append(torch.rand(M, device=DEVICE).half() + 1)
+    known = gradients(Joint(apart=True).compile(before_a_coarse_norm), *inputs)
+    torch._dynamo.reset()
+    found = gradients(Joint().compile(before_a_coarse_norm), *inputs)
+    torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
