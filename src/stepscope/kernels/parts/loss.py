@@ -85,13 +85,14 @@ _EMBEDDED_BLOCK = 1024
 
 @triton.jit
 def cross_entropy_rows(
-    logits, targets, losses, count, stride, width, filled, ignored, factor, z_loss, pieces, within, piece_width,
+    logits, targets, losses, count, stride, width, filled, ignored, factor, pieces, within, piece_width,
     GRADIENT: tl.constexpr, DIVIDED: tl.constexpr, SKIPPED: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr,
-    VECTOR: tl.constexpr, LOADS: tl.constexpr, ROUND: tl.constexpr, KEPT: tl.constexpr,
+    VECTOR: tl.constexpr, LOADS: tl.constexpr, ROUND: tl.constexpr, KEPT: tl.constexpr, Z_LOSS: tl.constexpr,
 ):  # fmt: skip
     """SKIPPED: whether rows that count for nothing have no logits, and get no gradient. SPLIT: whether gradients are
     written once more, as pieces of the vocabulary, each of `within` rows. ROUND: the numbers of one vector of each
     thread, VECTOR numbers. A block has LOADS such rounds. KEPT: the blocks that wait in registers for their gradient.
+    Z_LOSS is a constant, since an argument would have fp32, in fp64, too.
 
     The first pass goes up the row, the second down, so that what was read last is found in the caches."""
     row = tl.program_id(0).to(tl.int64)
@@ -117,10 +118,10 @@ def cross_entropy_rows(
         rest = tl.log(tl.sum(total * tl.exp(highest - top), 0))
         logsumexp = top + rest
         # Near the highest logit differences are exact, where a sum with it would be rounded.
-        tl.store(losses + row, (top - of_target) + rest + z_loss * logsumexp * logsumexp)
+        tl.store(losses + row, (top - of_target) + rest + Z_LOSS * logsumexp * logsumexp)
         if GRADIENT:
             share = factor / tl.maximum(tl.load(count), 1).to(WIDE) if DIVIDED else factor
-            of_all = tl.where(known, share * (1.0 + 2.0 * z_loss * logsumexp), float("nan"))
+            of_all = tl.where(known, share * (1.0 + 2.0 * Z_LOSS * logsumexp), float("nan"))
             rows = tl.load(within) if SPLIT else 0
             second_pass(
                 logits, numbers, width, filled, whole, again, kept, coming, top, rest, of_all, pieces, row, rows,
@@ -333,9 +334,9 @@ def _forward(
         launch_at(
             x, cross_entropy_rows, (len(part),),
             logits, targets[first:], losses[first:], count, len(kernel), vocabulary, len(kernel), ignore_index,
-            _FP16_FACTOR if fp16 else 1.0, z_loss, pieces, count if within is None else within, len(kernel) // split,
+            _FP16_FACTOR if fp16 else 1.0, pieces, count if within is None else within, len(kernel) // split,
             GRADIENT=of_x or of_weight, DIVIDED=not fp16, SKIPPED=grouped, SPLIT=split > 1, WIDE=wide(x.dtype),
-            **taken, num_warps=warps, maxnreg=_ROW_REGISTERS, **_ASSERTING,
+            Z_LOSS=z_loss, **taken, num_warps=warps, maxnreg=_ROW_REGISTERS, **_ASSERTING,
         )  # fmt: skip
         if of_x and within is not None and order is not None:
             _input_gradient(pieces, kernel[:, :width], dx, order[first:], within, split)
