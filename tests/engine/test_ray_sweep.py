@@ -111,8 +111,10 @@ def starting_with(place: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> No
     monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
 
 
-def test_each_node_reads_the_ranks_that_it_holds(nodes: Nodes, tmp_path: Path):
+def test_each_node_reads_the_ranks_that_it_holds(_nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Each node has a home of its own, with other ranks in it; of what both see, each reads some."""
+    nodes = _nodes  # to begin and to end a node takes seconds: those of this test stay for the next
+    monkeypatch.setenv("RAY_ADDRESS", nodes.address)
     paths = Made(ranks=4, later_ns={1: 5_000_000}).write(tmp_path / "all")
     nodes.have(0)
     for home, held in (("a", paths[::2]), ("b", paths[1::2])):
@@ -122,12 +124,9 @@ def test_each_node_reads_the_ranks_that_it_holds(nodes: Nodes, tmp_path: Path):
             (folder / path.name).write_bytes(path.read_bytes())
         nodes.add(env_vars={"HOME": str(tmp_path / home)})
     (tmp_path / "b" / "job" / "job_7.json").write_text('{"traceEvents": [{"ph": "X", ')
-    try:
-        apart = stepscope("trace", "~/job", "--on", "auto", "--json", RAY_ADDRESS=nodes.address)
-        with ranks_on("auto", str(tmp_path / "all")) as (count, replies):
-            shared = [rank for _, rank in replies]
-    finally:
-        nodes.have(0)
+    apart = stepscope("trace", "~/job", "--on", "auto", "--json")
+    with ranks_on("auto", str(tmp_path / "all")) as (count, replies):
+        shared = [rank for _, rank in replies]
     said = r"left out: \S+/b/job/job_7.json: the JSON ends .* \(on node \S+\)"
     assert apart.returncode == 2 and re.search(said, apart.stderr), apart.stderr
     document, here = json.loads(apart.stdout), load_job(paths, say=lambda _: None)

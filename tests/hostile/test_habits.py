@@ -172,7 +172,7 @@ def test_28_waiting_for_data(tmp_path: Path):
 
 def test_29_the_rest_takes_a_share(tmp_path: Path):
     def log() -> None:
-        time.sleep(0.3)
+        time.sleep(0.15)
 
     run = Loop(batch_size=8, after_step=log).run(tmp_path)
     sentence = habits(run)["rest-is-large"].sentence

@@ -3,6 +3,8 @@
 A process of its own: where Triton interprets its kernels, as the tests here do, it cannot compile Gluon's.
 """
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -48,20 +50,26 @@ def tile(rows: int, head_dim: int) -> str:
     return f"tensordesc<bf16{block},{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}>"
 
 
+def said_by_ptxas(text: str) -> str:
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
+        ptx.write(text)
+        ptx.flush()
+        return subprocess.run(
+            [knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", ptx.name, "-o", "/dev/null"],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+
+
 def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> dict[str, Any]:
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
     aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names)
                if signature[name].startswith("*") or name.endswith(("_batch", "_head", "_row"))}  # fmt: skip
     source = GluonASTSource(kernel, signature, {(names.index(n),): v for n, v in constants.items()}, aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx:
-        ptx.write(built.asm["ptx"])
-        ptx.flush()
-        said = subprocess.run(
-            [knobs.nvidia.ptxas.path, "-v", "--gpu-name", "sm_90a", ptx.name, "-o", "/dev/null"],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
+    with knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as told:
+        knobs.nvidia.dump_ptxas_log = True
+        built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    said = told.getvalue() or said_by_ptxas(built.asm["ptx"])  # Triton compiles nothing that its cache has
     return {
         "serialised": "wgmma.mma_async instructions are serialized" in said,
         "spill_store_bytes": int(said.split(" bytes spill stores")[0].split()[-1]),

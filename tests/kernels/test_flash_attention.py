@@ -203,8 +203,13 @@ def test_gradients_lie_side_by_side_where_q_k_and_v_do(way: str, kv_heads: int):
         torch.testing.assert_close(got, torch.stack([right[name], 2 * right[name]]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("compiled", ["", "aot_eager", "inductor"])
-@pytest.mark.parametrize("kv_heads", [3, 1])
+@pytest.mark.parametrize(
+    ("kv_heads", "compiled"),
+    [
+        (3, ""), (1, ""), (1, "aot_eager"), (1, "inductor"),
+        *in_the_interpreter_at_length((3, "aot_eager"), (3, "inductor")),
+    ],
+)  # fmt: skip
 def test_gradients_of_joint_projections_are_not_copied(kv_heads: int, compiled: str, monkeypatch: pytest.MonkeyPatch):
     """Unless anything comes between, here the sine of queries: then all are."""
     x, *weights = (

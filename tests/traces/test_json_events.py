@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from stepscope.core.errors import InputError
 from stepscope.traces.readers import json_events
 from stepscope.traces.readers.json_events import read_events
+from tests.conftest import at_length
 
 decode = msgspec.json.Decoder(list[dict]).decode
 Event = dict[str, Any]
@@ -213,8 +214,11 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("whole", WHOLE, ids=["first", "last", "list"])
-@pytest.mark.parametrize("block_bytes", [150, 8 << 20])
+@pytest.mark.parametrize(
+    ("block_bytes", "whole"),
+    [*((150, whole) for whole in WHOLE), (8 << 20, WHOLE[2]), *at_length(*((8 << 20, whole) for whole in WHOLE[:2]))],
+    ids=["blocks-first", "blocks-last", "blocks-list", "list", "first", "last"],
+)
 def test_a_truncated_trace_is_never_taken_for_a_shorter_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: str, block_bytes: int
 ):

@@ -134,8 +134,10 @@ def masked_model(kind: str) -> Any:
     return getattr(transformers, f"{kind}ForMaskedLM")(config).to(DEVICE).train()
 
 
-@pytest.mark.parametrize("kind", MASKED)
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [*((kind, False) for kind in MASKED), ("Bert", True), *at_length(("Roberta", True), ("DistilBert", True))],
+)
 def test_a_masked_language_model_has_its_own_loss_and_gradients(kind: str, compiled: bool):
     """Labels in place, a bias, and a transform before the head."""
     model = masked_model(kind)
@@ -698,9 +700,10 @@ def test_a_tied_embedding_under_checkpointing_of_the_whole_base(reentrant: bool)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layers", [0, *at_length(1)])  # each of a layer's kernels takes a compiler seconds
 @pytest.mark.usefixtures("_compiled_anew")
-def test_a_compiler_copies_no_table_of_a_tied_embedding():
-    model = language_model(tie_word_embeddings=True)
+def test_a_compiler_copies_no_table_of_a_tied_embedding(layers: int):
+    model = language_model(tie_word_embeddings=True, num_hidden_layers=layers)
     own = numbers(model)
     replace_parts(model, loss="fused")
     compiled: Any = torch.compile(model, fullgraph=True)

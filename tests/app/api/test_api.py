@@ -169,7 +169,8 @@ def test_ctrl_c_keeps_what_ranks_measured(tmp_path: Path):
     program = (
         "import signal, stepscope\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "stepscope.run('tiny', seq_len=8, parallel='ddp', ranks=2, device='cpu', warmup=1, steps=100000, profile=False,"
+        "stepscope.run('tiny', d_model=32, layers=1, vocabulary=101, seq_len=8, parallel='ddp', ranks=2, device='cpu',"
+        " warmup=1, steps=100000, profile=False,"
         " tell=lambda stage: print(stage.name, flush=True))\n"
     )
     with subprocess.Popen(
