@@ -176,7 +176,10 @@ def shared_tiles(tiles: int, visits: int, multiprocessors: int) -> Sharing:
 # the time of a kernel that moves few bytes. What all dropouts of a graph keep is drawn here by one kernel, eight
 # numbers of each Philox, and read as a byte a number, by backward, too:
 #
-#     kept = rand(shape) > p                                 kept = kept_numbers(count, p)[place:].view(shape)
+#     kept = rand(shape) > p                                 kept = kept_numbers(seed, count, p)[place:].view(shape)
+#
+# The seed is a number of the graph, which its compiler draws with all other seeds at once: so a checkpoint around the
+# graph, which restores the generator, draws the same again from another graph of the same code.
 
 _LEAST_RATE, _CHANCES = 2.0**-8, 2**16
 """The least share of numbers that `kept_numbers` drops or keeps, and the chances that it tells apart."""
@@ -227,21 +230,18 @@ def philox(seed, a, b, c, d):
     return a, b, c, d
 
 
-def kept_numbers(count: int, rate: float, device: torch.device) -> Tensor:
-    """So many bools (count,), False with the probability `rate`, to the nearest 65,536th. Drawn anew in each replay of
-    a CUDA graph."""
+def kept_numbers(seed: Tensor, count: int, rate: float) -> Tensor:
+    """So many bools (count,) of a seed (1,), int64: False with the probability `rate`, to the nearest 65,536th."""
     programs = tiles_of(count, DRAWN.value)
-    kept = torch.empty(programs * DRAWN.value // 4, dtype=torch.int32, device=device)
-    seed = torch.randint(2**63 - 1, (1,), device=device)
+    kept = torch.empty(programs * DRAWN.value // 4, dtype=torch.int32, device=seed.device)
     launch_at(kept, draw_kept, (programs,), seed, kept, round(rate * _CHANCES), num_warps=4)
     return kept.view(torch.bool)[:count]
 
 
 define(
-    "kept_numbers(int count, float rate, Device device) -> Tensor",
+    "kept_numbers(Tensor seed, int count, float rate) -> Tensor",
     kept_numbers,
-    lambda count, rate, device: torch.empty(count, dtype=torch.bool, device=device),
-    torch.Tag.nondeterministic_seeded,
+    lambda seed, count, rate: seed.new_empty(count, dtype=torch.bool),
 )
 
 
@@ -283,9 +283,12 @@ def _draw(graph: torch.fx.Graph, rate: float, device: torch.device, compared: Se
     *places, count = itertools.accumulate((-(-each // _ALIGNED) * _ALIGNED for each in counts), initial=0)
     first = compared[0].all_input_nodes[0]
     with graph.inserting_before(first):
-        drawn = graph.call_function(torch.ops.stepscope.kept_numbers.default, (count, rate, device))
-    drawn.meta = {key: value for key, value in first.meta.items() if key not in OF_RESULTS}
-    drawn.meta["val"] = compared[0].meta["val"].new_empty(count)
+        of_seed = {"dtype": torch.int64, "device": device, "pin_memory": False}
+        seed = graph.call_function(torch.ops.aten.randint.low, (0, 2**63 - 1, [1]), of_seed)
+        drawn = graph.call_function(torch.ops.stepscope.kept_numbers.default, (seed, count, rate))
+    for node, size, dtype in ((seed, 1, torch.int64), (drawn, count, torch.bool)):
+        node.meta = {key: value for key, value in first.meta.items() if key not in OF_RESULTS}
+        node.meta["val"] = compared[0].meta["val"].new_empty(size, dtype=dtype)
     for node, place, own in zip(compared, places, counts, strict=True):
         value, random = node.meta["val"], node.all_input_nodes[0]
         with graph.inserting_before(node):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from stepscope.kernels import launching
+from stepscope.kernels.flash.attention import flash_attention
 from stepscope.kernels.parts.norm import rms_norm
 from tests.kernels.parts.test_parts import DEVICE
 
@@ -32,21 +33,20 @@ def _compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+def kept_of(seed: int, count: int, rate: float) -> Tensor:
+    return launching.kept_numbers(torch.tensor([seed], device=DEVICE), count, rate)
+
+
 @pytest.mark.parametrize("rate", [2.0**-8, 0.1, 0.5, 0.9])
 def test_as_many_are_kept_as_the_rate_says(rate: float) -> None:
-    torch.manual_seed(0)
-    kept = launching.kept_numbers(40_001, rate, DEVICE)
+    kept = kept_of(0, 40_001, rate)
     assert kept.shape == (40_001,) and kept.dtype == torch.bool
     assert abs(kept.double().mean() - (1 - rate)) < 5 * (rate * (1 - rate) / len(kept)) ** 0.5
-    again = launching.kept_numbers(40_001, rate, DEVICE)
-    torch.manual_seed(0)
-    same = launching.kept_numbers(40_001, rate, DEVICE)
-    assert same.equal(kept) and not again.equal(kept)
+    assert kept_of(0, 40_001, rate).equal(kept) and not kept_of(1, 40_001, rate).equal(kept)
 
 
 def test_neighbours_are_kept_independently() -> None:
-    torch.manual_seed(0)
-    drawn = launching.kept_numbers(65_536, 0.25, DEVICE).double()
+    drawn = kept_of(0, 65_536, 0.25).double()
     for apart in (1, 2, 8, 1024, 2048, 8192):
         both = (drawn[apart:] * drawn[:-apart]).mean()
         assert abs(both - 0.75**2) < 5 * (0.5625 * 0.4375 / len(drawn)) ** 0.5, apart
@@ -95,6 +95,26 @@ def test_each_rate_has_one_draw_and_each_dropout_numbers_of_its_own() -> None:
     x = (torch.rand(64, 32, device=DEVICE) + 1).requires_grad_()
     targets, _ = _graphs(_dropped_twice, x, torch.ones(32, device=DEVICE))
     assert targets.count("stepscope.kept_numbers.default") == 2 and "aten.rand.default" not in targets
+
+
+def _beside_attention(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A product of x and numbers that dropouts decide, and attention with one of its own."""
+    q = torch.zeros(2, 2, 16, 16, device=DEVICE)
+    attended = flash_attention(q, q, x.view(q.shape).sin(), causal=False, dropout=0.5)
+    return F.dropout(x, 0.5) + 2 * F.dropout(x, 0.25) + 8 * x * (torch.rand_like(x) < 0.5), attended
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_graph_draws_the_same_again(reentrant: bool) -> None:
+    """Reentrant, the first graph is one without gradients, whose calls a compiler puts in another order."""
+    torch.manual_seed(0)
+    x = (torch.rand(64, 16, device=DEVICE) + 1).requires_grad_()
+    with config.patch(joint_custom_pre_pass=launching.draws_together, fx_graph_cache=False):
+        compiled = torch.compile(_beside_attention, fullgraph=True)
+        out, _ = checkpoint(compiled, x, use_reentrant=reentrant)  # pyright: ignore[reportGeneralTypeIssues]
+        out.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(out, x * x.grad)
 
 
 def _plain(x: Tensor, weight: Tensor) -> Tensor:
