@@ -179,8 +179,9 @@ def test_beside_weights_in_bf16_a_norm_gives_the_dtype_of_its_input(kind: Any, f
             torch.testing.assert_close(narrow.float(), exact, rtol=2e-2, atol=2e-2)
         replaced.restore()
         assert again(x.bfloat16()).dtype == torch.bfloat16
-        if DEVICE.type == "cuda" and kind is nn.LayerNorm:
-            assert model[0](x.bfloat16()).dtype == torch.float32
+        model.float()
+        replace_parts(model, norm="fused")
+        assert model[0](x.bfloat16()).dtype == torch.float32
 
 
 def test_other_activations_and_dropouts_that_are_not_called_keep_their_code():

@@ -183,6 +183,9 @@ def shared_tiles(tiles: int, visits: int, multiprocessors: int) -> Sharing:
 
 _LEAST_RATE, _CHANCES = 2.0**-8, 2**16
 """The least share of numbers that `kept_numbers` drops or keeps, and the chances that it tells apart."""
+_LEAST_DRAWN = 2**20
+"""Numbers of a rate that are worth a launch: of fewer, as where a layer is left out for a sample, the compiler's own
+draw of some hundred instructions each takes less."""
 _ALIGNED = 16
 
 DRAWN = tl.constexpr(8192)
@@ -234,7 +237,8 @@ def kept_numbers(seed: Tensor, count: int, rate: float) -> Tensor:
     """So many bools (count,) of a seed (1,), int64: False with the probability `rate`, to the nearest 65,536th."""
     programs = tiles_of(count, DRAWN.value)
     kept = torch.empty(programs * DRAWN.value // 4, dtype=torch.int32, device=seed.device)
-    launch_at(kept, draw_kept, (programs,), seed, kept, round(rate * _CHANCES), num_warps=4)
+    if programs:
+        launch_at(kept, draw_kept, (programs,), seed, kept, round(rate * _CHANCES), num_warps=4)
     return kept.view(torch.bool)[:count]
 
 
@@ -260,7 +264,8 @@ def draws_together(graph: torch.fx.Graph) -> None:
         if rate is not None and node.meta["val"].device.type in devices:
             alike.setdefault((rate, node.meta["val"].device), []).append(node)
     for (rate, device), compared in alike.items():
-        _draw(graph, rate, device, compared)
+        if sum(node.meta["val"].numel() for node in compared) >= _LEAST_DRAWN:
+            _draw(graph, rate, device, compared)
 
 
 def _rate_of(node: torch.fx.Node) -> float | None:

@@ -178,10 +178,13 @@ def halve(model: nn.Module) -> dict[Tensor, Tensor]:
 
 
 def round_norms(model: nn.Module) -> None:
-    """Let the norms by kernels of a model of halved weights give the dtype of their input."""
-    for module in model.modules() if vars(model).get(ROUNDS) else ():
-        if hasattr(type(module), ROUNDS):
-            setattr(module, ROUNDS, True)
+    """Let the norms by kernels of a model of halved weights give the dtype of their input; no longer, where its weights
+    have another dtype since."""
+    if vars(model).get(ROUNDS):
+        halved = any(weight.dim() >= 2 and weight.dtype == torch.bfloat16 for weight in model.parameters())
+        for module in model.modules():
+            if hasattr(type(module), ROUNDS):
+                setattr(module, ROUNDS, halved)
 
 
 class OnMasters(Updating):

@@ -27,7 +27,9 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def _compiled_anew() -> Iterator[None]:
+def _compiled_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Few numbers are drawn together, too: as many as the interpreter draws in little time."""
+    monkeypatch.setattr(launching, "_LEAST_DRAWN", 1)
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -43,6 +45,10 @@ def test_as_many_are_kept_as_the_rate_says(rate: float) -> None:
     assert kept.shape == (40_001,) and kept.dtype == torch.bool
     assert abs(kept.double().mean() - (1 - rate)) < 5 * (rate * (1 - rate) / len(kept)) ** 0.5
     assert kept_of(0, 40_001, rate).equal(kept) and not kept_of(1, 40_001, rate).equal(kept)
+
+
+def test_of_no_numbers_none_is_drawn() -> None:
+    assert kept_of(0, 0, 0.5).shape == (0,)
 
 
 def test_neighbours_are_kept_independently() -> None:
@@ -145,4 +151,11 @@ def test_the_compiler_draws_where_shapes_change_or_it_draws_as_eager_does() -> N
     torch._dynamo.reset()
     with config.patch(fallback_random=True):
         targets, _ = _graphs(_dropped_twice, x, weight)
+    assert "stepscope.kept_numbers.default" not in targets
+
+
+def test_few_numbers_are_left_to_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    x = torch.rand(64, 32, device=DEVICE, requires_grad=True)
+    targets, _ = _graphs(_dropped_twice, x, torch.ones(32, device=DEVICE))
     assert "stepscope.kept_numbers.default" not in targets
