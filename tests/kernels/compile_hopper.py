@@ -1,4 +1,5 @@
-"""Compiles the kernels for Hopper as their defaults have them, and of KINDS, and prints what came of it as JSON.
+"""Compiles the kernels for Hopper as their defaults have them, and of KINDS with those of whole heads, and writes what
+came of it as JSON.
 
 A process of its own: where Triton interprets its kernels, as the tests here do, it cannot compile Gluon's.
 """
@@ -145,5 +146,6 @@ if __name__ == "__main__":
         for head_dim in map(int, sys.argv[3:])
         for causal, kind in ((True, ""), (False, ""), *((True, kind) for kind in sys.argv[2].split(",") if kind))
     }
-    found |= {f"{each} heads": of_heads(each) for each in ("forward", "backward")}
+    if sys.argv[2]:
+        found |= {f"{each} heads": of_heads(each) for each in ("forward", "backward")}
     Path(sys.argv[1]).write_text(json.dumps(found))

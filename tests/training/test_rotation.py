@@ -117,7 +117,8 @@ def test_a_model_without_such_an_attention_is_refused_in_one_line():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "autocast"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
+    ("dtype", "autocast"),
+    [(torch.float32, False), (torch.float32, True), *in_the_interpreter_at_length((torch.bfloat16, False))],
 )
 def test_a_swapped_model_is_checkpointed_compiled_copied_and_restored(dtype: torch.dtype, autocast: bool):
     model = made("LlamaForCausalLM").to(dtype)

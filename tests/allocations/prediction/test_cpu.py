@@ -91,6 +91,13 @@ def test_autograd_keeps_the_very_tensors_that_the_symbolic_model_keeps(dtype: st
 # ---- byte by byte
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_there_is_set_aside() -> None:
+    """Each test collects twice and more, and looking through what other files have left takes long."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _nothing_dies_late() -> Iterator[None]:
     """What earlier tests left in cycles must not be freed while this one counts."""

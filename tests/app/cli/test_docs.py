@@ -51,7 +51,8 @@ AT_LENGTH = (
     "--model llama3-405B", "--model llama3-70B", "--device B200 --seq-len 32768", "--checkpointing selective-11",
     "--checkpointing selective-21", "--checkpointing every-1,nested-2,nested-1", "--device T4,4090,H100",
     "--apart results/h200/memory-constants", "--against results/h200/limit-80GiB",
-    "--where model=xl --where seq_len=1024",
+    "--where model=xl --where seq_len=1024", "--model cs336-2026-xl --seq-len 2048", "--layout sharding=zero3",
+    "--only 10,000 x 0.001",
 )  # fmt: skip
 """Parts of commands that take several times what others take that show the same of smaller models or of fewer runs."""
 VERBS = ("table", "show", "ls", "history", "models", "kernel", "trace", "memory", "fit", "plan", "compare")

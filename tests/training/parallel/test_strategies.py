@@ -250,10 +250,8 @@ def every_verdict(rank: int, ranks: int) -> dict[str, Any]:
     judge("twice of eight bits", IN_16, EIGHT_BITS, twice)
     for name in ("ddp", "zero1"):
         judge(f"small {name} fp16", name, msgspec.structs.replace(WORKLOAD, dtype="fp16", seq_len=16, model=SMALL))
-    for name, checkpointing in WITH_MICRO_BATCHES.items():
-        if name == "fsdp-textbook":
-            continue  # in bf16 below
-        judge(f"{name} {checkpointing}", name, with_micro_batches(checkpointing))
+    for name in ("ddp", "fsdp2", "tensor", "pipeline"):  # with --long every one, and one in bf16 below
+        judge(f"{name} {WITH_MICRO_BATCHES[name]}", name, with_micro_batches(WITH_MICRO_BATCHES[name]))
     again = with_micro_batches("every-1")
     whole_norms = "fsdp-textbook:compute=bf16:norms=whole"
     judge("run again in bf16", whole_norms, msgspec.structs.replace(again, dtype="bf16", seq_len=16))
