@@ -26,7 +26,7 @@ from stepscope.recording.step import Phase, drive
 from stepscope.training.training_step import TrainingStep
 from stepscope.training.user_module.loading import make_user_step
 from tests.app.cli.test_cli import QUICK, run_until, stepscope
-from tests.conftest import mini
+from tests.conftest import at_length, mini
 
 pytestmark = pytest.mark.slow
 
@@ -246,7 +246,7 @@ def test_the_file_holds_plain_data_and_no_place_of_this_machine(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == [MEMORY_FILE]
 
 
-@pytest.mark.parametrize("checkpointing", ["every-1", "every-2", "selective"])
+@pytest.mark.parametrize("checkpointing", ["every-1", "selective", *at_length("every-2")])
 def test_checkpointed_tensors_are_not_asked_for(checkpointing: str, tmp_path: Path):
     """To read them would run the forward again, in the middle of nowhere: no allocation lies outside the phases."""
     snapshot = recorded(tmp_path, checkpointing=checkpointing, dtype="bf16")
