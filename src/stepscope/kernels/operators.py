@@ -73,10 +73,10 @@ def check_part(part: str, *tensors: Tensor) -> None:
 _library = torch.library.Library("stepscope", "FRAGMENT")
 
 
-def define(schema: str, function: Any, fake: Any, *tags: torch.Tag) -> None:
+def define(schema: str, function: Any, fake: Any) -> None:
     """Define an operator without autograd: an autograd.Function calls it, which a compiler can follow."""
     name = schema.partition("(")[0]
-    _library.define(schema, tags=tags)
+    _library.define(schema)
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"stepscope::{name}", fake, lib=_library)
 
@@ -178,8 +178,8 @@ OF_RESULTS = {"val", "tensor_meta", "eager_input_vals"}
 
 
 def use_graph_passes() -> None:
-    """Let torch.compile hand sums to the norms beside them, and copy no gradients of attention that lie as they should,
-    in this thread from now on.
+    """Let torch.compile hand sums to the norms beside them, draw dropouts together, and copy no gradients of attention
+    that lie as they should, in this thread from now on.
 
     Passes that were set before run first. Graphs are kept on disk wherever those let them.
     """

@@ -1,6 +1,5 @@
 """What the dropouts of a compiled graph keep, drawn by one kernel: shares, gradients, and what is left alone."""
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,14 +15,10 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from stepscope.kernels import launching
 from stepscope.kernels.flash.attention import flash_attention
 from stepscope.kernels.parts.norm import rms_norm
+from tests.kernels.parts import test_sums_in_norms
 from tests.kernels.parts.test_parts import DEVICE
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or TRITON_INTERPRET=1"
-    ),
-]
+pytestmark = test_sums_in_norms.pytestmark
 
 
 @pytest.fixture(autouse=True)

@@ -65,8 +65,9 @@ from stepscope.kernels.launching import (
 
 _NAME = "loss fused"
 _ROW_WARPS, _ROW_LOADS, _ROW_KEPT, _ROW_REGISTERS = 16, 2, 1, 64
-"""Of a row's program: its warps, how many times 16 bytes of a block each thread has, the blocks that stay in registers
-between the two passes, and the registers of a thread, with which programs of 32 warps in all fill a multiprocessor."""
+"""The warps of a program of `cross_entropy_rows`, which has one row of logits; the loads of 16 bytes that a thread has
+in a block of the row; the blocks that stay in registers between the two passes; and the registers of a thread, with
+which programs of 32 warps in all fill a multiprocessor."""
 _SCALED_BLOCK = 2048
 _ASSERTING: dict[str, Any] = {} if interpreted() else {"debug": True, "sanitize_overflow": False}
 """Options with which Triton compiles a kernel's own assertions, and none of its checks of integers."""
@@ -144,8 +145,8 @@ def first_pass(
     logits, numbers, width, filled, whole, again, WIDE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
     KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Of each thread's numbers the highest, the sum of exponentials of differences from it, and the blocks kept. Each
-    load is under way while the block before is computed."""
+    """Find the highest logit that each thread has and the sum of the exponentials of differences from it; returns both,
+    and the blocks that are kept. A block is loaded while the one before it is computed."""
     highest = tl.full([numbers.shape[1] // VECTOR], float("-inf"), WIDE)
     total = tl.zeros([numbers.shape[1] // VECTOR], WIDE)
     coming = tl.load(logits + numbers, mask=again > 0, other=0.0)
