@@ -169,9 +169,9 @@ _BACKWARD = {f"stepscope::{norm}_backward" for norm in _NORMS}
 _FLOATS = {torch.float32, torch.bfloat16, torch.float16}
 """What the kernels add in fp32, as PyTorch does."""
 _HALVES = {torch.bfloat16, torch.float16}
-_CASTS = {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default}
-_COPIES = {torch.ops.aten.clone.default, *_CASTS}
-_VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default}
+CASTS = {torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+_COPIES = {torch.ops.aten.clone.default, *CASTS}
+VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default, torch.ops.aten.alias.default}
 """Views of a tensor that another dtype does not change."""
 OF_RESULTS = {"val", "tensor_meta", "eager_input_vals"}
 """What a node's meta says of its arguments and results."""
@@ -245,7 +245,7 @@ def _sum_before(norm: torch.fx.Node, order: dict[torch.fx.Node, int]) -> None:
     elif any(order[user] < order[norm] for user in added.users):
         return
     for place, (term, _) in enumerate(terms):
-        _give(norm, place, term)
+        give(norm, place, term)
     with norm.graph.inserting_after(norm):
         total = norm.graph.call_function(operator.getitem, (norm, 1))
     total.meta, order[total] = dict(added.meta), order[norm]
@@ -269,7 +269,7 @@ def _sum_of_gradients(norm: torch.fx.Node, order: dict[torch.fx.Node, int]) -> N
         for node in (norm, *results):
             added.prepend(node)
             order[node] = order[added]
-    _give(norm, 1, other)
+    give(norm, 1, other)
     added.replace_all_uses_with(dx)
     norm.graph.erase_node(added)
 
@@ -321,7 +321,7 @@ def _together(one: torch.fx.Node, other: torch.fx.Node) -> bool:
     return all(one.meta.get(key) == other.meta.get(key) for key in ("recompute", "ac_graph_id"))
 
 
-def _give(norm: torch.fx.Node, place: int, given: torch.fx.Node | torch.dtype | bool) -> None:
+def give(norm: torch.fx.Node, place: int, given: torch.fx.Node | torch.dtype | bool) -> None:
     """Change an argument of an operator, how a compiler lays it out, and what the operator returns then."""
     assert isinstance(norm.target, OpOverload)
     norm.update_arg(place, given)
@@ -359,7 +359,8 @@ def _sum_over_rows(norm: torch.fx.Node) -> None:
     total = _rows_summed(results[0]) if 0 in results else None
     # Behind the gradients of its weight and its bias there is room for another: what splits them gives one more.
     apart = len(splits) == 1 and splits[0].target is torch.ops.aten.split.Tensor
-    takes = norm.target._schema.arguments[-1].name == "of_rows" and len(norm.args) < len(norm.target._schema.arguments)
+    place = len(norm.args)
+    takes = any(argument.name == "of_rows" for argument in norm.target._schema.arguments[place:])
     if total is None or not apart or not takes or not _together(total, norm):
         return
     width, value, sums = splits[0].args[1], total.meta["val"], results[1].meta["val"]
@@ -368,7 +369,7 @@ def _sum_over_rows(norm: torch.fx.Node) -> None:
     if not isinstance(width, int) or value.numel() != width or not exact:
         return
     norm.args = (*norm.args, True)
-    _give(norm, len(norm.args) - 1, True)
+    give(norm, place, True)
     splits[0].meta["val"] = results[1].meta["val"].split(width)
     aten, made = torch.ops.aten, norm
     for target, *args in (
@@ -392,7 +393,7 @@ def _rows_summed(value: torch.fx.Node) -> torch.fx.Node | None:
     for user in value.users:
         if user.target is torch.ops.aten.sum.dim_IntList and not user.kwargs and user.args[1] == rows:
             return user
-        if user.target in _VIEWS and (total := _rows_summed(user)) is not None:
+        if user.target in VIEWS and (total := _rows_summed(user)) is not None:
             return total
     return None
 
@@ -414,7 +415,7 @@ def _casts_beside(norm: torch.fx.Node, is_forward: bool) -> None:
         stays = not isinstance(other, torch.fx.Node) or other.meta["val"].dtype == torch.float32
         narrow = _narrow(value) if isinstance(value, torch.fx.Node) and stays and _together(value, norm) else None
         if isinstance(value, torch.fx.Node) and narrow is not None:
-            _give(norm, place, narrow)
+            give(norm, place, narrow)
             if not value.users:
                 _erase(value)
     result = next((result for result in norm.users if result.args[1] == 0), None)
@@ -435,9 +436,9 @@ def _write_narrow(norm: torch.fx.Node, result: torch.fx.Node) -> None:
         return
     narrow = result
     if alone:
-        _give(norm, names.index("dtype"), *dtypes)
+        give(norm, names.index("dtype"), *dtypes)
     elif branch is not None and all(each.args[1] != 1 for each in norm.users):
-        _give(norm, branch, *dtypes)
+        give(norm, branch, *dtypes)
         with norm.graph.inserting_after(norm):
             narrow = norm.graph.call_function(operator.getitem, (norm, 1))
         narrow.meta = dict(casts[0].meta)
@@ -460,7 +461,7 @@ def _casts_of(value: torch.fx.Node) -> tuple[list[torch.fx.Node], bool]:
     """The casts of a value to 16 bits, perhaps behind views, and whether nothing else reads it."""
     casts, alone = [], True
     for user in value.users:
-        if user.target in _VIEWS:
+        if user.target in VIEWS:
             behind, only = _casts_of(user)
             casts, alone = casts + behind, alone and only
         elif _cast(user, {torch.float32}, _HALVES) is not None:
@@ -473,7 +474,7 @@ def _casts_of(value: torch.fx.Node) -> tuple[list[torch.fx.Node], bool]:
 def _narrow(value: torch.fx.Node) -> torch.fx.Node | None:
     """The tensor of 16 bits that a value holds in fp32, behind the same views; None where it holds another."""
     cast = value
-    while cast.target in _VIEWS:
+    while cast.target in VIEWS:
         assert isinstance(cast.args[0], torch.fx.Node)
         cast = cast.args[0]
     source = _cast(cast, _HALVES, {torch.float32})
@@ -495,7 +496,7 @@ def _viewed(value: torch.fx.Node, base: torch.fx.Node, other: torch.fx.Node) -> 
 
 def _cast(node: torch.fx.Node, of: set[torch.dtype], to: set[torch.dtype]) -> torch.fx.Node | None:
     """What a node casts from one of these dtypes to one of those, and does no more to; None if it is no such cast."""
-    source = node.args[0] if node.target in _CASTS else None
+    source = node.args[0] if node.target in CASTS else None
     if not isinstance(source, torch.fx.Node):
         return None
     before, after = source.meta["val"], node.meta["val"]
@@ -509,7 +510,7 @@ def _cast(node: torch.fx.Node, of: set[torch.dtype], to: set[torch.dtype]) -> to
 #     dq, dk, dv = columns(rows);  dy = cat(dq, dk, dv)      dy = rows
 
 _ATTENTION_BACKWARD = "stepscope::flash_attention_backward"
-_COLUMNS = {torch.ops.aten.permute.default, torch.ops.aten.split_with_sizes.default, *_VIEWS}
+_COLUMNS = {torch.ops.aten.permute.default, torch.ops.aten.split_with_sizes.default, *VIEWS}
 """Views that columns of rows, and heads of these, are made by."""
 
 
@@ -558,7 +559,7 @@ def _equal_to(rows: torch.fx.Node, cat: torch.fx.Node) -> torch.fx.Node | None:
         value = value if node is None else value.permute(node.args[1])
     # From here on the numbers lie in the order of the rows, and views and copies leave them so.
     while node is not None and not _same(node.meta["val"].shape, rows.meta["val"].shape):
-        node = _only_reader(node, {torch.ops.aten.clone.default, *_VIEWS})
+        node = _only_reader(node, {torch.ops.aten.clone.default, *VIEWS})
     alike = node is not None and node.meta["val"].is_contiguous() and rows.meta["val"].is_contiguous()
     return node if alike else None
 

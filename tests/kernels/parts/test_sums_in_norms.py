@@ -19,12 +19,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from stepscope.kernels import operators
-from stepscope.kernels.parts.norm import layer_norm, rms_norm
+from stepscope.kernels.parts import norm as norms
+from stepscope.kernels.parts.mlp import biased_gelu
+from stepscope.kernels.parts.norm import layer_norm, places_of, rms_norm, shares_together, sums_of_shares
 from stepscope.training.parts.replaced import replace_parts
 from tests.conftest import at_length
 from tests.kernels.parts.test_parts import DEVICE, normal
@@ -441,6 +444,7 @@ def test_a_pass_of_the_user_s_runs_first_and_keeps_its_name():
             return "one"
 
     graph = torch.fx.Graph()
+    graph.output(())
     for before, uuids in ((None, 1), (Named(), 2), ([Named(), Named()], 3), (ran.append, 0)):
         ran.clear()
         with config.patch(joint_custom_pre_pass=before):
@@ -534,3 +538,90 @@ def test_a_bias_gets_no_coarser_gradient_than_its_own_dtype() -> None:
     torch._dynamo.reset()
     found = gradients(Joint().compile(before_a_coarse_norm), *inputs)
     torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
+
+
+# Sums of a whole backward in one launch.
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "dtypes"),
+    [
+        ((1, 300, 129, 7), (40, 8, 130, 1), (torch.float32, torch.float32)),
+        ((2,) * 130, (4,) * 130, (torch.float32, torch.float16)),
+        ((5, 12), (16, 33), (torch.float64, torch.float64)),
+    ],
+)
+def test_shares_of_several_sums_are_added_up_in_one_launch(
+    rows: tuple[int, ...], widths: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Each is the sum that one launch for it makes, to the last bit, at a place where loads are wide."""
+    torch.manual_seed(0)
+    shares = [torch.randn(size, device=DEVICE, dtype=dtypes[0]) for size in zip(rows, widths, strict=True)]
+    found, places = sums_of_shares(shares, dtypes[1]), places_of(widths)
+    for share, place in zip(shares, places, strict=False):
+        known = torch.empty(share.shape[1], dtype=dtypes[1], device=DEVICE)
+        norms._fill_sums(share, known, len(share), *norms._LAST)
+        assert place % 32 == 0 and torch.equal(found[place : place + len(known)], known)
+        torch.testing.assert_close(known, share.sum(0).to(dtypes[1]), rtol=1e-3, atol=1e-5)
+    assert len(found) == places[-1]
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.stepscope.sums_of_shares, (shares, dtypes[1]), test_utils=tests)
+
+
+def of_many_sums(x: Tensor, by: Tensor, *weights: Tensor) -> Tensor:
+    """Norms and a GELU with weights of their own, one whose weight another's is made of, and two with one weight."""
+    first, its_bias, second, of_layer, made, shared = weights
+    s = x + layer_norm(x, first, its_bias, 1e-5) @ by
+    s = s + biased_gelu(s @ by, of_layer)
+    s = rms_norm(s, None, second, 1e-5)[1] + rms_norm(s.sin(), None, made.exp(), 1e-5)[1]
+    return rms_norm(s, None, shared, 1e-5)[1] + rms_norm(s.cos(), None, shared, 1e-5)[1]
+
+
+def _shares_in(graph: torch.fx.Graph) -> tuple[list[int], int]:
+    """How many tensors each launch adds up, and how many operators leave shares."""
+    calls = [node for node in graph.nodes if isinstance(node.target, OpOverload)]
+    launches = [len(call.args[0]) for call in calls if "sums_of_shares" in str(call.target)]
+    options = [(call.target._schema.arguments[-1].name, len(call.target._schema.arguments), call) for call in calls]
+    return launches, sum(name == "apart" and len(call.args) == count for name, count, call in options)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sums_that_only_the_optimizer_reads_are_added_up_together(dynamic: bool) -> None:
+    """Of the weights that the graph makes, or that two norms have, each norm adds up its own; and so all do of shapes
+    that are not known."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(*size, device=DEVICE) for size in ((6, M), (M, M), *[(M,)] * 6)]
+    apart, joint = Joint(apart=True), Joint(change=shares_together)
+    known = gradients(apart.compile(of_many_sums), *inputs)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(assume_static_by_default=not dynamic):
+        found = gradients(joint.compile(of_many_sums), *inputs)
+    torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
+    assert _shares_in(apart.graphs[0]) == ([], 0)
+    assert _shares_in(joint.graphs[0]) == (([], 0) if dynamic else ([3], 3))
+
+
+def test_rows_that_none_are_leave_no_shares() -> None:
+    inputs = [torch.ones(*size, device=DEVICE) for size in ((0, M), (M, M), *[(M,)] * 6)]
+    joint = Joint(change=shares_together)
+    found = gradients(joint.compile(of_many_sums), *inputs)
+    assert _shares_in(joint.graphs[0]) == ([], 0) and not any(of.any() for of in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_operators_leave_shares_of_what_they_would_add_up(dtype: torch.dtype) -> None:
+    """Their rows' sums are the gradients, and a compiler is told their shapes."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 3, 5, M, device=DEVICE, dtype=dtype)[0:1].squeeze(0), torch.randn(3, 5, M, device=DEVICE)
+    dy, weight, bias = dy.to(dtype), *torch.randn(2, M, device=DEVICE, dtype=dtype)
+    roots, ops = torch.rand(3, 5, device=DEVICE, dtype=dtype), torch.ops.stepscope
+    for operator_, *arguments in (
+        (ops.rms_norm_backward, dy, None, x, weight, roots, dtype, None),
+        (ops.layer_norm_backward, dy, dy, x, weight, roots - 1, roots, dtype, True, True),
+        (ops.biased_gelu_backward, dy, x, bias, True, True),
+    ):
+        *known, sums = operator_(*arguments)
+        *found, shares = operator_(*arguments, apart=True)
+        assert shares.dim() == 2 and all(map(torch.equal, found, known))
+        torch.testing.assert_close(shares.sum(0), sums)
+        torch.library.opcheck(operator_, (*arguments, True), test_utils=("test_schema", "test_faketensor"))

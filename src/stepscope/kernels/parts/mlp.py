@@ -284,41 +284,55 @@ def _options(h: Tensor, tanh: bool) -> dict[str, Any]:
     return {"TANH": tanh, "EXACT": exact, "WIDE": wide(h.dtype), "BLOCK": _GELU_BLOCK}
 
 
-def _gelu_backward(dout: Tensor, h: Tensor, bias: Tensor | None, tanh: bool, of_bias: bool) -> tuple[Tensor, Tensor]:
-    """The gradients of h and of the bias; the second is empty unless it is asked for."""
-    dh, dbias = _fake_gelu_backward(dout, h, bias, tanh, of_bias)
+def _gelu_backward(
+    dout: Tensor, h: Tensor, bias: Tensor | None, tanh: bool, of_bias: bool, apart: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The gradients of h and of the bias, or its shares; the second is empty unless it is asked for."""
+    dh, dbias = _fake_gelu_backward(dout, h, bias, tanh, of_bias, apart)
     if not h.numel():
         return dh, dbias.zero_()
     gradients, rows = _rows(dout, h, flat=False)
     count, width = rows.shape
-    across = tiles_of(width, _GELU_BLOCK)
-    tiles = tiles_of(count, _GELU_CHUNK)
-    chunk = tiles_of(tiles, min(tiles, tiles_of(_GELU_PROGRAMS, across))) * _GELU_CHUNK
-    chunks = tiles_of(count, chunk)
-    sums = torch.empty(
-        (chunks, width) if of_bias else (0,), dtype=torch.promote_types(h.dtype, torch.float32), device=h.device
-    )
+    across, chunk = _chunk(count, width)
+    sums = dbias if apart or not of_bias else _sums_of_chunks(h)
     launch_at(
-        h, biased_gelu_backward, (across, chunks),
+        h, biased_gelu_backward, (across, tiles_of(count, chunk)),
         gradients, rows, rows if bias is None else bias, dh, sums, count, width, chunk, gradients.stride(0),
         rows.stride(0), BIASED=bias is not None, SUMMED=of_bias, ROWS=_GELU_CHUNK, STAGES=_GELU_STAGES, num_warps=4,
         **_options(h, tanh),
     )  # fmt: skip
-    if of_bias:
+    if of_bias and not apart:
         fill_sums(sums, dbias)
     return dh, dbias
 
 
+def _chunk(count: int, width: int) -> tuple[int, int]:
+    """How many programs lie side by side in backward, and how many rows each has."""
+    across, tiles = tiles_of(width, _GELU_BLOCK), tiles_of(count, _GELU_CHUNK)
+    return across, tiles_of(tiles, min(tiles, tiles_of(_GELU_PROGRAMS, across))) * _GELU_CHUNK
+
+
+def _sums_of_chunks(h: Tensor) -> Tensor:
+    """What programs of backward leave: a sum of their rows for each column."""
+    width = h.shape[-1]
+    count = h.numel() // max(1, width)
+    chunks = tiles_of(count, _chunk(count, width)[1]) if count else 0
+    return torch.empty((chunks, width), dtype=torch.promote_types(h.dtype, torch.float32), device=h.device)
+
+
 def _fake_gelu_backward(
-    dout: Tensor, h: Tensor, bias: Tensor | None, _tanh: bool, of_bias: bool
+    dout: Tensor, h: Tensor, bias: Tensor | None, _tanh: bool, of_bias: bool, apart: bool = False
 ) -> tuple[Tensor, Tensor]:
     dtype = h.dtype if bias is None else bias.dtype
+    if of_bias and apart:
+        return _fake_forward(h, dout), _sums_of_chunks(h)
     return _fake_forward(h, dout), torch.empty(h.shape[-1] if of_bias else 0, dtype=dtype, device=h.device)
 
 
 define("biased_gelu_forward(Tensor h, Tensor? bias, bool tanh) -> Tensor", _gelu, lambda h, *_: _fake_forward(h, h))
 define(
-    "biased_gelu_backward(Tensor dout, Tensor h, Tensor? bias, bool tanh, bool of_bias) -> (Tensor, Tensor)",
+    "biased_gelu_backward(Tensor dout, Tensor h, Tensor? bias, bool tanh, bool of_bias, bool apart=False)"
+    " -> (Tensor, Tensor)",
     _gelu_backward,
     _fake_gelu_backward,
 )

@@ -26,29 +26,44 @@ the residual sum before it, or its gradient behind it, hands them to the operato
 
     fill_sums(x, out)       out = the sum of x (R, N) over its rows
 
-is the gradient of a bias (`column_sums` of projections.py), added up in chunks of rows and then over these.
+is the gradient of biases (projections.py), added up in chunks of rows and then over these.
 """
 
 import functools
-from collections.abc import Mapping
+import itertools
+import math
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._ops import OpOverload
 
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PARTS, norm_programs
 from stepscope.kernels import native
 from stepscope.kernels.launching import check_place, interpreted, launch_at, power_of_two, tiles_of, warps_for, wide
-from stepscope.kernels.operators import autocast_dtype, check_part, define, refuse_second_derivative, watched
+from stepscope.kernels.operators import (
+    CASTS,
+    OF_RESULTS,
+    PASSES,
+    VIEWS,
+    autocast_dtype,
+    check_part,
+    define,
+    give,
+    refuse_second_derivative,
+    watched,
+)
 
 _NAME = "norm fused"
 _CHUNK, _LAST = (32, 128), (128, 32)
 """Rows and columns of a program's tiles: of a chunk of rows, and of what is left to be added up at once. Wide tiles
 have whole lines of memory, and narrow ones give the few rows of the latter to more programs."""
-_FEW_ROWS = 256
+FEW_ROWS = 256
 """Rows up to which one launch adds them up: two take longer than it does."""
 _PROGRAMS = 132 * 4
 """About how many programs add up chunks: four for each multiprocessor of a large GPU."""
@@ -123,13 +138,48 @@ def sum_rows(
     """out[i] = the sum of the i-th `share` rows of x, a multiple of ROWS unless it is all of them"""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     chunk = tl.program_id(1).to(tl.int64)
-    inside = column < width
+    total = _total_of_rows(x, chunk * share, share, x_stride, rows, width, column, WIDE, ROWS, COLUMNS)
+    tl.store(out + chunk * width + column, total.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def sum_shares(
+    shares, out, SIZES: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The sums over rows of several tensors, one behind the other, each from a multiple of COLUMNS on. SIZES: of each
+    its rows, its width and its first program. ALIGNED: whether all widths are multiples of 4."""
+    program = tl.program_id(0)
+    address = shares[0].to(tl.int64)
+    rows = tl.full((), SIZES[0][0], tl.int32)
+    width = tl.full((), SIZES[0][1], tl.int32)
+    first = tl.full((), 0, tl.int32)
+    for i in tl.static_range(1, len(SIZES)):  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
+        reached = program >= SIZES[i][2]
+        address = tl.where(reached, shares[i].to(tl.int64), address)
+        rows = tl.where(reached, SIZES[i][0], rows)
+        width = tl.where(reached, SIZES[i][1], width)
+        first = tl.where(reached, SIZES[i][2], first)
+    x = tl.multiple_of(address.to(tl.pointer_type(WIDE)), 16)  # pyright: ignore[reportArgumentType]
+    if ALIGNED:
+        width = tl.multiple_of(width, 4)
+    column = (program - first) * COLUMNS + tl.arange(0, COLUMNS)
+    total = _total_of_rows(x, 0, rows, width, rows, width, column, WIDE, ROWS, COLUMNS)
+    place = program * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _total_of_rows(
+    x, start, count, stride, rows, width, column, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """The sum of some columns of so many rows from `start` on, of which there are `rows`."""
     total = tl.zeros((ROWS, COLUMNS), WIDE)
-    for first in tl.range(0, share, ROWS, num_stages=3):  # loads ahead, as a sum waits for nothing else
-        row = chunk * share + first + tl.arange(0, ROWS)
-        here = (row < rows)[:, None] & inside[None, :]
-        total += tl.load(x + row[:, None] * x_stride + column[None, :], mask=here, other=0.0).to(WIDE)
-    tl.store(out + chunk * width + column, tl.sum(total, 0).to(out.dtype.element_ty), mask=inside)
+    for first in tl.range(0, count, ROWS, num_stages=3):  # loads ahead, as a sum waits for nothing else
+        row = start + first + tl.arange(0, ROWS)
+        here = (row < rows)[:, None] & (column < width)[None, :]
+        total += tl.load(x + row[:, None] * stride + column[None, :], mask=here, other=0.0).to(WIDE)
+    return tl.sum(total, 0)
 
 
 @triton.jit
@@ -247,15 +297,17 @@ def _backward(
     roots: Tensor,
     dtype: torch.dtype,
     branch_dtype: torch.dtype | None,
+    apart: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx, dbranch, dweight = _gradients_of(x, weight, dtype, branch_dtype)
+    """The gradients of x, of the branch, and of the weight, or its shares."""
+    dx, dbranch, dweight = _gradients_of(x, weight, dtype, branch_dtype, apart)
     if not x.numel():
         return dx, dbranch, dweight.zero_()
     values, gradients = _rows(x), _rows(dy)
     totals = gradients if dtotal is None else _rows(dtotal)
     count, width = values.shape
     programs = norm_programs(count, x.device.type)
-    shares = torch.empty(programs, width, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    shares = dweight if apart else _shares_of(x, programs, width)
     block = power_of_two(width)
     launch_at(
         x, rms_norm_backward, (programs,),
@@ -264,6 +316,8 @@ def _backward(
         HAS_TOTAL=dtotal is not None, HAS_BRANCH=dbranch.numel() > 0, WIDE=wide(x.dtype), BLOCK=block,
         num_warps=warps_for(block),
     )  # fmt: skip
+    if apart:
+        return dx, dbranch, shares
     # PyTorch's sum over a few hundred rows takes longer than the kernel that made them.
     rows, columns = (256, 16) if not interpreted() else (power_of_two(programs), power_of_two(width))
     launch_at(
@@ -274,28 +328,47 @@ def _backward(
 
 
 def _gradients_of(
-    x: Tensor, weight: Tensor, dtype: torch.dtype, branch_dtype: torch.dtype | None
+    x: Tensor, weight: Tensor, dtype: torch.dtype, branch_dtype: torch.dtype | None, apart: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What backward fills: the gradients of x in its dtype, of the branch where that has another one, of the weight."""
-    apart = branch_dtype is not None and branch_dtype != dtype
-    dbranch = torch.empty(x.shape if apart else (0,), dtype=branch_dtype or dtype, device=x.device)
-    return torch.empty(x.shape, dtype=dtype, device=x.device), dbranch, torch.empty_like(weight)
+    other = branch_dtype is not None and branch_dtype != dtype
+    dbranch = torch.empty(x.shape if other else (0,), dtype=branch_dtype or dtype, device=x.device)
+    of_weight = _shares_of(x, norm_programs(_count(x), x.device.type), len(weight)) if apart else weight
+    return torch.empty(x.shape, dtype=dtype, device=x.device), dbranch, torch.empty_like(of_weight)
+
+
+def _count(x: Tensor) -> int:
+    """The number of rows of x (..., M)."""
+    return math.prod(x.shape[:-1])
+
+
+def _shares_of(x: Tensor, programs: int, width: int) -> Tensor:
+    """What so many programs, which read x, leave to be added up: a row each."""
+    return torch.empty((programs, width), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
 def fill_sums(x: Tensor, out: Tensor) -> None:
     """out (N) = the sum of x (R, N) over its rows, whose numbers lie side by side."""
-    rows, width = x.shape
     if not x.numel():
         out.zero_()
         return
-    if rows > _FEW_ROWS:
-        chunks = max(1, _PROGRAMS // tiles_of(width, _CHUNK[1]))
-        share = max(1, round(rows / chunks / _CHUNK[0])) * _CHUNK[0]
-        chunks = tiles_of(rows, share)
-        sums = torch.empty((chunks, width), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-        _fill_sums(x, sums, share, *_CHUNK)
-        x = sums
+    if x.shape[0] > FEW_ROWS:
+        x = chunk_sums(x)
     _fill_sums(x, out, x.shape[0], *_LAST)
+
+
+def chunk_sums(x: Tensor) -> Tensor:
+    """Shares (C, N) of the sum of x (R, N) over its rows: of each chunk of rows its own."""
+    sums, share = shares_of_chunks(x, x.shape[1])
+    _fill_sums(x, sums, share, *_CHUNK)
+    return sums
+
+
+def shares_of_chunks(x: Tensor, width: int) -> tuple[Tensor, int]:
+    """Room for the shares of the rows that x has, of so many columns, and how many rows a chunk has."""
+    chunks = max(1, _PROGRAMS // tiles_of(width, _CHUNK[1]))
+    share = max(1, round(x.shape[0] / chunks / _CHUNK[0])) * _CHUNK[0]
+    return _shares_of(x, tiles_of(x.shape[0], share), width), share
 
 
 def _fill_sums(x: Tensor, out: Tensor, share: int, rows: int, columns: int) -> None:
@@ -314,7 +387,7 @@ define(
 )
 define(
     "rms_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor roots, ScalarType dtype,"
-    " ScalarType? branch_dtype) -> (Tensor, Tensor, Tensor)",
+    " ScalarType? branch_dtype, bool apart=False) -> (Tensor, Tensor, Tensor)",
     _backward,
     lambda _dy, _dtotal, x, weight, _roots, *dtypes: _gradients_of(x, weight, *dtypes),
 )
@@ -438,36 +511,45 @@ def _fake_layer_forward(
 
 def _layer_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, means: Tensor, roots: Tensor, dtype: torch.dtype,
-    of_bias: bool, of_rows: bool = False,
+    of_bias: bool, of_rows: bool = False, apart: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of x and of the weight, and behind the latter that of the bias and the sum of the former over its
-    rows, if they are asked for."""
-    dx, sums = _layer_gradients(dy, dtotal, x, weight, means, roots, dtype, of_bias, of_rows)
+    rows, if they are asked for; of all that is behind dx the shares, if they are left apart."""
+    dx, sums = _layer_gradients(dy, dtotal, x, weight, means, roots, dtype, of_bias, of_rows, apart)
     if not x.numel():
         return dx, sums.zero_()
     values, gradients, tile = _rows(x), _rows(dy), _tile(x, _TILE)
     totals = gradients if dtotal is None else _rows(dtotal)
     count, width = values.shape
-    # A program has at least four tiles: with fewer, the shares would outweigh the rows.
-    programs = min(norm_programs(count, x.device.type), tiles_of(count, 4 * tile["ROWS"]))
-    shares = torch.empty(programs, len(sums), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    programs = _layer_programs(x)
+    shares = sums if apart else _shares_of(x, programs, len(sums))
     launch_at(
         x, layer_norm_backward, (programs,),
         gradients, totals, values, weight.contiguous(), means, roots, dx, shares, gradients.stride(0),
         totals.stride(0), values.stride(0), count, width, tiles_of(count, programs * tile["ROWS"]),
         HAS_TOTAL=dtotal is not None, BIASED=of_bias, SUMMED=of_rows, STAGES=_stages(tile, x.element_size()), **tile,
     )  # fmt: skip
-    _fill_sums(shares, sums, programs, *_LAST)
+    if not apart:
+        _fill_sums(shares, sums, programs, *_LAST)
     return dx, sums
+
+
+def _layer_programs(x: Tensor) -> int:
+    """How many programs share the rows of x: each has at least four tiles, since with fewer the shares would outweigh
+    the rows."""
+    rows = _tile(x, _TILE)["ROWS"]
+    return min(norm_programs(_count(x), x.device.type), tiles_of(_count(x), 4 * rows))
 
 
 def _layer_gradients(
     _dy: Tensor, _dtotal: Tensor | None, x: Tensor, weight: Tensor, _means: Tensor, _roots: Tensor, dtype: torch.dtype,
-    of_bias: bool, of_rows: bool = False,
+    of_bias: bool, of_rows: bool = False, apart: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What backward fills."""
-    dx = torch.empty(x.shape, dtype=dtype, device=x.device)
-    return dx, torch.empty(len(weight) * (1 + of_bias + of_rows), dtype=weight.dtype, device=x.device)
+    dx, width = torch.empty(x.shape, dtype=dtype, device=x.device), len(weight) * (1 + of_bias + of_rows)
+    if apart:
+        return dx, _shares_of(x, _layer_programs(x), width)
+    return dx, torch.empty(width, dtype=weight.dtype, device=x.device)
 
 
 define(
@@ -478,7 +560,7 @@ define(
 )
 define(
     "layer_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor means, Tensor roots,"
-    " ScalarType dtype, bool of_bias, bool of_rows=False) -> (Tensor, Tensor)",
+    " ScalarType dtype, bool of_bias, bool of_rows=False, bool apart=False) -> (Tensor, Tensor)",
     _layer_backward,
     _layer_gradients,
 )
@@ -535,3 +617,130 @@ def layer_norm(
     dtype, inputs = dtype or x.dtype, (x, weight) if bias is None else (x, weight, bias)
     known = None if watched(*inputs) else _LAYER_NORM.call(inputs, _options(epsilon, dtype))
     return _LayerNorm.apply(x, weight, bias, epsilon, dtype) if known is None else known[0]
+
+
+# ---- sums of a whole backward in one launch
+#
+# What programs leave of a weight's or a bias's gradient is added up by a launch that takes longer to start than to run.
+# Where only the optimizer reads the gradient, the operators leave their shares apart, and one launch at the end of the
+# graph adds up all of them:
+#
+#     dx, sums = norm_backward(dy, ...)                      dx, shares = norm_backward(dy, ..., apart=True)
+#                                                            ...
+#                                                            sums = sums_of_shares([shares, ...], dtype)[place:]
+
+_MOST_SHARES = 64
+"""How many tensors one launch adds up: each program looks for its own among all of them."""
+
+
+def sums_of_shares(shares: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sums over rows of contiguous tensors (R_i, N_i), in fp32 or fp64, rounded to a dtype: one behind the other,
+    each at the place that `places_of` tells."""
+    widths = [each.shape[1] for each in shares]
+    *places, count = places_of(widths)
+    out = torch.empty(count, dtype=dtype, device=shares[0].device)
+    for first in range(0, len(shares), _MOST_SHARES):
+        given = shares[first : first + _MOST_SHARES]
+        tiles = [place // _LAST[1] for place in places[first : first + _MOST_SHARES]]
+        sizes = tuple((*each.shape, tile - tiles[0]) for each, tile in zip(given, tiles, strict=True))
+        aligned = all(width % 4 == 0 for width in widths[first : first + _MOST_SHARES])
+        programs = sizes[-1][2] + tiles_of(sizes[-1][1], _LAST[1])
+        launch_at(
+            out, sum_shares, (programs,), tuple(given), out[places[first] :],
+            SIZES=sizes, ALIGNED=aligned, WIDE=wide(given[0].dtype), ROWS=_LAST[0], COLUMNS=_LAST[1], num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def places_of(widths: Sequence[int]) -> list[int]:
+    """Where each of these sums begins, and behind the last where another would."""
+    return [*itertools.accumulate((tiles_of(width, _LAST[1]) * _LAST[1] for width in widths), initial=0)]
+
+
+define(
+    "sums_of_shares(Tensor[] shares, ScalarType dtype) -> Tensor",
+    sums_of_shares,
+    lambda shares, dtype: shares[0].new_empty(places_of([each.shape[1] for each in shares])[-1], dtype=dtype),
+)
+
+_LEAVES = {"rms_norm_backward": 2, "layer_norm_backward": 1, "biased_gelu_backward": 1, "joint_projections_backward": 2}
+"""Operators that can leave shares apart, and which of their results these are."""
+_PARTS_OF_SUMS = {
+    operator.getitem,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.slice.Tensor,
+    *VIEWS,
+    *CASTS,
+}
+"""What may be done to sums before the optimizer reads them."""
+
+
+def shares_together(graph: torch.fx.Graph) -> None:
+    """Add up by one launch, at the end of a graph, what its operators leave of sums that only its output reads."""
+    output = next(iter(graph.find_nodes(op="output")))
+    alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[torch.fx.Node]] = {}
+    behind: set[torch.fx.Node] = set()
+    for node in [node for node in graph.nodes if isinstance(node.target, OpOverload)]:
+        sums, parts = _sums_left_by(node), set[torch.fx.Node]()
+        if sums is not None and _ends_in(output, sums, parts):
+            value, x = sums.meta["val"], node.meta["val"][0]
+            of = value.dtype, torch.promote_types(x.dtype, torch.float32), value.device
+            alike.setdefault(of, []).append(sums)
+            behind |= parts
+    alike = {of: sums for of, sums in alike.items() if len(sums) > 1}
+    later = [node for node in graph.nodes if node in behind] if alike else []
+    for (dtype, _, _), sums in alike.items():
+        _add_up(output, dtype, sums)
+    for node in later:
+        output.prepend(node)
+
+
+def _sums_left_by(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The sums that an operator makes of shares; None where it makes none, or its shapes or its device are others."""
+    assert isinstance(node.target, OpOverload)
+    name = node.target._opname
+    if node.target.namespace != "stepscope" or name not in _LEAVES or node.kwargs:
+        return None
+    values = [each.meta["val"] for each in node.all_input_nodes]
+    fixed = all(isinstance(size, int) for value in values for size in value.shape)
+    sums = next((result for result in node.users if result.args[1] == _LEAVES[name]), None)
+    if sums is None or not fixed or not all(value.numel() for value in (*values, sums.meta["val"])):
+        return None
+    if name == "joint_projections_backward":
+        return sums if values[0].is_cuda and values[0].shape[0] > FEW_ROWS else None
+    return sums if values[0].is_cuda or interpreted() else None
+
+
+def _ends_in(output: torch.fx.Node, value: torch.fx.Node, parts: set[torch.fx.Node]) -> bool:
+    """Whether only a graph's output reads a value, or parts of it, which are added to those found."""
+    for user in value.users:
+        if user is not output:
+            if user.target not in _PARTS_OF_SUMS or not _ends_in(output, user, parts):
+                return False
+            parts.add(user)
+    return True
+
+
+def _add_up(output: torch.fx.Node, dtype: torch.dtype, results: Sequence[torch.fx.Node]) -> None:
+    """Let the operators whose sums these are leave shares, and add them up before a graph's output."""
+    graph, sums = output.graph, [result.meta["val"] for result in results]
+    *places, count = places_of([len(value) for value in sums])
+    for result in results:
+        (operator_,) = result.all_input_nodes
+        assert isinstance(operator_.target, OpOverload)
+        for argument in operator_.target._schema.arguments[len(operator_.args) :]:
+            given: Any = argument.name == "apart" or argument.default_value
+            operator_.args = (*operator_.args, given)
+            give(operator_, len(operator_.args) - 1, given)
+    with graph.inserting_before(output):
+        total = graph.call_function(torch.ops.stepscope.sums_of_shares.default, ([*results], dtype))
+        total.meta = {key: value for key, value in results[0].meta.items() if key not in OF_RESULTS}
+        total.meta["val"] = sums[0].new_empty(count)
+        for result, place, value in zip(results, places, sums, strict=True):
+            part = graph.call_function(torch.ops.aten.slice.Tensor, (total, 0, place, place + len(value)))
+            part.meta = {**total.meta, "val": total.meta["val"][place : place + len(value)]}
+            result.replace_all_uses_with(part, lambda user: user is not total)
+
+
+PASSES.append(shares_together)

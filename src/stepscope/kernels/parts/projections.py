@@ -10,7 +10,7 @@ results side by side:
 Apart, each projection is a product of its own, and backward adds up as many gradients of x, each rounded. Joint, small
 products fill a GPU better, the sum over projections is made inside one product, and nothing is added afterwards.
 
-The biases' gradients are one sum of dy (`column_sums`), made from the rows that the products take.
+The biases' gradients are one sum of dy, made from the rows that the products take.
 
 W is no copy where the weights lie one behind the other in memory (`lie_together`), nor is b; elsewhere they are put
 together first. Neither is dy where the gradients lie side by side, as the fused SwiGLU and flash attention leave them;
@@ -100,54 +100,52 @@ def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
 
 
 def _gradients(
-    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_biases: torch.dtype | None = None
+    dys: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    of_biases: torch.dtype | None = None,
+    apart: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, of W and, in their dtype if there are any, of all biases, from rows."""
+    """The gradients of x, of W and, in their dtype if there are any, of all biases, or their shares, from rows."""
     dy = _beside(dys)
-    of_bias = dy.new_empty(0) if of_biases is None else _sums(dy, of_biases)
+    of_bias = (
+        dy.new_empty(0) if of_biases is None else _sums_kernels().chunk_sums(dy) if apart else _sums(dy, of_biases)
+    )
     return dy @ _joined(weights, dy.dtype), dy.t() @ x, of_bias
 
 
 def _fake_gradients(
-    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], of_biases: torch.dtype | None = None
+    dys: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    of_biases: torch.dtype | None = None,
+    apart: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = _rows_of(weights)
     of_bias = x.new_empty(0) if of_biases is None else x.new_empty(rows, dtype=of_biases)
+    if apart and of_biases is not None:
+        of_bias, _ = _sums_kernels().shares_of_chunks(dys[0], rows)
     return x.new_empty(x.shape), x.new_empty(rows, x.shape[1]), of_bias
-
-
-def column_sums(x: Tensor) -> Tensor:
-    """The sum (N) of x (R, N) over its rows, whose numbers lie side by side, in fp32 (in fp64 for fp64); on a CPU as
-    PyTorch rounds it to the dtype of x. The same input gives the same bits."""
-    return torch.ops.stepscope.column_sums(x) if watched(x) else _column_sums(x)
-
-
-def _column_sums(x: Tensor) -> Tensor:
-    return _sums(x, _summed(x))
 
 
 def _sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum (N) of x (R, N) over rows, rounded to a dtype, and before it to that of x where PyTorch adds it up."""
-    fill_sums = _fill_sums() if x.is_cuda else None
-    if fill_sums is None:
+    kernels = _sums_kernels() if x.is_cuda else None
+    if kernels is None:
         return x.sum(0).to(dtype)
     out = torch.empty(x.shape[1], dtype=dtype, device=x.device)
-    fill_sums(x, out)
+    kernels.fill_sums(x, out)
     return out
 
 
 @functools.cache
-def _fill_sums() -> Callable[[Tensor, Tensor], None] | None:
-    """What adds up rows on a GPU; None where there is no Triton."""
+def _sums_kernels() -> Any:
+    """The module that adds up rows on a GPU; None where there is no Triton."""
     try:
-        from stepscope.kernels.parts.norm import fill_sums  # noqa: PLC0415
+        from stepscope.kernels.parts import norm  # noqa: PLC0415
     except ImportError:
         return None
-    return fill_sums
-
-
-def _summed(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+    return norm
 
 
 def _rows_of(weights: Sequence[Tensor]) -> int:
@@ -160,12 +158,11 @@ define(
     lambda x, weights, _biases: x.new_empty(*x.shape[:-1], _rows_of(weights)),
 )
 define(
-    "joint_projections_backward(Tensor[] dys, Tensor x, Tensor[] weights, ScalarType? of_biases=None)"
-    " -> (Tensor, Tensor, Tensor)",
+    "joint_projections_backward(Tensor[] dys, Tensor x, Tensor[] weights, ScalarType? of_biases=None,"
+    " bool apart=False) -> (Tensor, Tensor, Tensor)",
     _gradients,
     _fake_gradients,
 )
-define("column_sums(Tensor x) -> Tensor", _column_sums, lambda x: x.new_empty(x.shape[1], dtype=_summed(x)))
 
 
 @register_flop_formula(torch.ops.stepscope.joint_projections)
