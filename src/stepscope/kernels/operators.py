@@ -597,5 +597,36 @@ def _same(one: Any, other: Any) -> bool:
     return len(one) == len(other) and statically_known_true(sym_eq(one, other))
 
 
-PASSES: list[Callable[[torch.fx.Graph], None]] = [sums_into_norms, columns_as_rows]
+# Each attention with a dropout draws two seeds (flash/attention.py), and a compiler launches a kernel for each.
+
+SEEDS = 2
+"""Seeds of a call; as many bytes as the widest load has."""
+SEEDS_END = 2**63 - 1
+"""What all seeds are below."""
+
+
+def seeds_together(graph: torch.fx.Graph) -> None:
+    """Draw the seeds of all attention of a graph at once. What a checkpoint draws stays, since it draws it twice."""
+    from torch._inductor import config  # noqa: PLC0415  (as above)
+
+    alike: dict[torch.device, list[torch.fx.Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.randint.low):
+        if node.args == (0, SEEDS_END, [SEEDS]) and node.meta.get("recompute") is None and not config.fallback_random:
+            alike.setdefault(node.meta["val"].device, []).append(node)
+    for drawn in alike.values():
+        first, size = drawn[0], [SEEDS * len(drawn)]
+        with graph.inserting_before(first):
+            every = graph.call_function(torch.ops.aten.randint.low, (0, SEEDS_END, size), first.kwargs)
+        every.meta = {key: value for key, value in first.meta.items() if key not in OF_RESULTS}
+        every.meta["val"] = first.meta["val"].new_empty(size)
+        for which, node in enumerate(drawn):
+            with graph.inserting_before(node):
+                place = SEEDS * which, SEEDS * (which + 1)
+                part = graph.call_function(torch.ops.aten.slice.Tensor, (every, 0, *place))
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part)
+            graph.erase_node(node)
+
+
+PASSES: list[Callable[[torch.fx.Graph], None]] = [sums_into_norms, columns_as_rows, seeds_together]
 """What changes a graph. The module that has an operator adds the pass that needs it."""

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
-from stepscope.kernels import launching
+from stepscope.kernels import launching, operators
 from stepscope.kernels.flash.attention import flash_attention
 from stepscope.kernels.parts.norm import rms_norm
 from tests.kernels.parts import test_sums_in_norms
@@ -116,6 +116,36 @@ def test_a_checkpoint_around_a_graph_draws_the_same_again(reentrant: bool) -> No
         out.sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(out, x * x.grad)
+
+
+def _two_attentions(v: Tensor) -> Tensor:
+    """Attention to all keys alike, of which each call drops others: linear in v."""
+    q = torch.zeros(1, 2, 16, 16, device=DEVICE)
+    return flash_attention(q, q, v, causal=False, dropout=0.5) + 3 * flash_attention(q, q, v, causal=False, dropout=0.5)
+
+
+@pytest.mark.parametrize("way", [None, True, False])
+def test_the_seeds_of_all_attention_are_drawn_at_once(way: bool | None) -> None:
+    """Each attention has its own, and backward and a checkpoint, reentrant or not, have forward's."""
+    torch.manual_seed(0)
+    v = torch.ones(1, 2, 16, 16, device=DEVICE, requires_grad=True)
+    draws: list[Any] = []
+
+    def run(graph: torch.fx.Graph) -> None:
+        operators.seeds_together(graph)
+        graph.lint()
+        draws.extend((*node.args[:2], tuple(node.args[2])) for node in graph.nodes if "randint" in str(node.target))
+
+    with config.patch(joint_custom_pre_pass=run, fx_graph_cache=False):
+        compiled: Any = torch.compile(_two_attentions, fullgraph=True)
+        out = compiled(v) if way is None else checkpoint(compiled, v, use_reentrant=way)
+        out.sum().backward()
+    assert v.grad is not None
+    torch.testing.assert_close((v.grad * v).sum(), out.sum())
+    assert set(draws) == {(0, operators.SEEDS_END, (4,))}
+    # Rows keep so many of their 16 keys: the sum of both calls' is no multiple of four as it would be of equal masks.
+    kept = out[..., 0] * 16 / 2
+    assert (kept.round() % 4 != 0).any() and torch.allclose(kept, kept.round(), atol=1e-3)
 
 
 def _plain(x: Tensor, weight: Tensor) -> Tensor:

@@ -32,7 +32,15 @@ from torch.utils.flop_counter import register_flop_formula
 from stepscope.core.errors import InputError
 from stepscope.kernels.documents import check_bounds, document_bounds
 from stepscope.kernels.flash.tiled import FlashAttentionTiled
-from stepscope.kernels.operators import as_autocast, define, refuse_transforms, transformed_by_func, watched
+from stepscope.kernels.operators import (
+    SEEDS,
+    SEEDS_END,
+    as_autocast,
+    define,
+    refuse_transforms,
+    transformed_by_func,
+    watched,
+)
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -478,14 +486,14 @@ def checked_seeds(q: Tensor, dropout: float, seeds: Tensor | None) -> Tensor | N
     """The seeds of a call with this dropout, drawn if there are none; raises an InputError of one line."""
     if not 0 <= dropout < 1:
         raise InputError(f"attention flash takes a dropout of 0 or more and below 1, not {dropout:g}")
-    if seeds is not None and (seeds.shape != (2,) or seeds.dtype != torch.int64 or seeds.device != q.device):
+    if seeds is not None and (seeds.shape != (SEEDS,) or seeds.dtype != torch.int64 or seeds.device != q.device):
         raise InputError(
             f"attention flash takes seeds (2,) in int64 on {q.device}, not {tuple(seeds.shape)} in "
             f"{str(seeds.dtype).removeprefix('torch.')} on {seeds.device}"
         )
     if not dropout:
         return None
-    return torch.randint(2**63 - 1, (2,), device=q.device) if seeds is None else seeds
+    return torch.randint(SEEDS_END, (SEEDS,), device=q.device) if seeds is None else seeds
 
 
 def flash_attention(
