@@ -557,7 +557,9 @@ def test_shares_of_several_sums_are_added_up_in_one_launch(
     """Each is the sum that one launch for it makes, to the last bit, at a place where loads are wide."""
     torch.manual_seed(0)
     shares = [torch.randn(size, device=DEVICE, dtype=dtypes[0]) for size in zip(rows, widths, strict=True)]
-    found, places = sums_of_shares(shares, dtypes[1]), places_of(widths)
+    (found, narrow), places = sums_of_shares(shares, dtypes[1]), places_of(widths)
+    assert len(narrow) == (len(found) if dtypes[0] != dtypes[1] else 0)
+    found = narrow if len(narrow) else found
     for share, place in zip(shares, places, strict=False):
         known = torch.empty(share.shape[1], dtype=dtypes[1], device=DEVICE)
         norms._fill_sums(share, known, len(share), *norms._LAST)
@@ -599,6 +601,31 @@ def test_sums_that_only_the_optimizer_reads_are_added_up_together(dynamic: bool)
     torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
     assert _shares_in(apart.graphs[0]) == ([], 0)
     assert _shares_in(joint.graphs[0]) == (([], 0) if dynamic else ([3], 3))
+
+
+def of_a_stream(x: Tensor, by: Tensor, *weights: Tensor) -> Tensor:
+    """Two layers; the norm of the second adds up the gradient of the first one's bias beside those of its own."""
+    for bias, first, second in (weights[:3], weights[3:]):
+        x = x + F.linear(layer_norm(x, first, second, 1e-5), by, bias)
+    return x.sin()
+
+
+@pytest.mark.parametrize(("shape", "added"), [((2, 3, M), 2), ((2, 160, M), 3), ((257, M), 2)])
+def test_what_norms_add_up_of_biases_is_left_with_their_own(shape: tuple[int, ...], added: int) -> None:
+    """Of many rows the compiler leaves shares of the second layer's bias, whose gradient no norm adds up."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(*size, device=DEVICE) for size in (shape, (M, M), *[(M,)] * 6)]
+
+    def both(graph: torch.fx.Graph) -> None:
+        operators.sums_into_norms(graph)
+        shares_together(graph)
+
+    apart, joint = Joint(apart=True), Joint(change=both)
+    known = gradients(apart.compile(of_a_stream), *inputs)
+    torch._dynamo.reset()
+    found = gradients(joint.compile(of_a_stream), *inputs)
+    torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-5)
+    assert _shares_in(joint.graphs[0]) == ([added], 2)
 
 
 def test_rows_that_none_are_leave_no_shares() -> None:

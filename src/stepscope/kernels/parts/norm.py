@@ -144,11 +144,12 @@ def sum_rows(
 
 @triton.jit
 def sum_shares(
-    shares, out, SIZES: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    shares, out, narrow, SIZES: tl.constexpr, NARROW: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sums over rows of several tensors, one behind the other, each from a multiple of COLUMNS on. SIZES: of each
-    its rows, its width and its first program. ALIGNED: whether all widths are multiples of 4."""
+    """The sums over rows of several tensors, one behind the other, each from a multiple of COLUMNS on; if NARROW, also
+    rounded. SIZES: of each its rows, its width and its first program. ALIGNED: whether all widths are multiples of 4.
+    """
     program = tl.program_id(0)
     address = shares[0].to(tl.int64)
     rows = tl.full((), SIZES[0][0], tl.int32)
@@ -166,7 +167,9 @@ def sum_shares(
     column = (program - first) * COLUMNS + tl.arange(0, COLUMNS)
     total = _total_of_rows(x, 0, rows, width, rows, width, column, WIDE, ROWS, COLUMNS)
     place = program * COLUMNS + tl.arange(0, COLUMNS)
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=column < width)
+    tl.store(out + place, total, mask=column < width)
+    if NARROW:
+        tl.store(narrow + place, total.to(narrow.dtype.element_ty), mask=column < width)
 
 
 @triton.jit
@@ -627,29 +630,40 @@ def layer_norm(
 #
 #     dx, sums = norm_backward(dy, ...)                      dx, shares = norm_backward(dy, ..., apart=True)
 #                                                            ...
-#                                                            sums = sums_of_shares([shares, ...], dtype)[place:]
+#                                                            sums = sums_of_shares([shares, ...])[place:]
+#
+# Sums over many rows that the compiler makes get theirs, too: it makes each by two kernels, of which the first is the
+# one before it.
+#
+#     sums = x.sum(0)                                        shares = x.view(-1, chunk, N).sum(1)
 
 _MOST_SHARES = 64
 """How many tensors one launch adds up: each program looks for its own among all of them."""
 
 
-def sums_of_shares(shares: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sums over rows of contiguous tensors (R_i, N_i), in fp32 or fp64, rounded to a dtype: one behind the other,
-    each at the place that `places_of` tells."""
+def sums_of_shares(shares: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The sums over rows of contiguous tensors (R_i, N_i), in fp32 or fp64, one behind the other, at the places that
+    `places_of` tells; and the same rounded to a dtype, or nothing where it is the first one's."""
     widths = [each.shape[1] for each in shares]
-    *places, count = places_of(widths)
-    out = torch.empty(count, dtype=dtype, device=shares[0].device)
+    places = places_of(widths)
+    out, narrow = _fake_sums(shares, dtype)
     for first in range(0, len(shares), _MOST_SHARES):
-        given = shares[first : first + _MOST_SHARES]
-        tiles = [place // _LAST[1] for place in places[first : first + _MOST_SHARES]]
-        sizes = tuple((*each.shape, tile - tiles[0]) for each, tile in zip(given, tiles, strict=True))
-        aligned = all(width % 4 == 0 for width in widths[first : first + _MOST_SHARES])
-        programs = sizes[-1][2] + tiles_of(sizes[-1][1], _LAST[1])
+        some = slice(first, first + _MOST_SHARES)
+        tiles = [(place - places[first]) // _LAST[1] for place in places[some]]
+        sizes = tuple((*each.shape, tile) for each, tile in zip(shares[some], tiles, strict=False))
+        programs = tiles[len(sizes) - 1] + tiles_of(sizes[-1][1], _LAST[1])
         launch_at(
-            out, sum_shares, (programs,), tuple(given), out[places[first] :],
-            SIZES=sizes, ALIGNED=aligned, WIDE=wide(given[0].dtype), ROWS=_LAST[0], COLUMNS=_LAST[1], num_warps=4,
+            out, sum_shares, (programs,), tuple(shares[some]), out[places[first] :], narrow[places[first] :],
+            SIZES=sizes, NARROW=len(narrow) > 0, ALIGNED=all(width % 4 == 0 for width in widths[some]),
+            WIDE=wide(out.dtype), ROWS=_LAST[0], COLUMNS=_LAST[1], num_warps=4,
         )  # fmt: skip
-    return out
+    return out, narrow
+
+
+def _fake_sums(shares: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    count = places_of([each.shape[1] for each in shares])[-1]
+    out = shares[0].new_empty(count)
+    return out, shares[0].new_empty(count if dtype != out.dtype else 0, dtype=dtype)
 
 
 def places_of(widths: Sequence[int]) -> list[int]:
@@ -657,11 +671,7 @@ def places_of(widths: Sequence[int]) -> list[int]:
     return [*itertools.accumulate((tiles_of(width, _LAST[1]) * _LAST[1] for width in widths), initial=0)]
 
 
-define(
-    "sums_of_shares(Tensor[] shares, ScalarType dtype) -> Tensor",
-    sums_of_shares,
-    lambda shares, dtype: shares[0].new_empty(places_of([each.shape[1] for each in shares])[-1], dtype=dtype),
-)
+define("sums_of_shares(Tensor[] shares, ScalarType dtype) -> (Tensor, Tensor)", sums_of_shares, _fake_sums)
 
 _LEAVES = {"rms_norm_backward": 2, "layer_norm_backward": 1, "biased_gelu_backward": 1, "joint_projections_backward": 2}
 """Operators that can leave shares apart, and which of their results these are."""
@@ -674,42 +684,76 @@ _PARTS_OF_SUMS = {
     *CASTS,
 }
 """What may be done to sums before the optimizer reads them."""
+_CHUNKS = 64, 16
+"""The most and the fewest rows of which the compiler makes a share."""
 
 
 def shares_together(graph: torch.fx.Graph) -> None:
-    """Add up by one launch, at the end of a graph, what its operators leave of sums that only its output reads."""
+    """Add up by one launch, at the end of a graph, what is left to be added of sums that only its output reads."""
     output = next(iter(graph.find_nodes(op="output")))
-    alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[torch.fx.Node]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], list[torch.fx.Node]] = {}
+    narrow: dict[tuple[torch.dtype, torch.device], torch.dtype] = {}
     behind: set[torch.fx.Node] = set()
     for node in [node for node in graph.nodes if isinstance(node.target, OpOverload)]:
         sums, parts = _sums_left_by(node), set[torch.fx.Node]()
-        if sums is not None and _ends_in(output, sums, parts):
-            value, x = sums.meta["val"], node.meta["val"][0]
-            of = value.dtype, torch.promote_types(x.dtype, torch.float32), value.device
+        if sums is None or not _ends_in(output, sums, parts):
+            continue
+        value = sums.meta["val"]
+        of = torch.promote_types(value.dtype, torch.float32), value.device
+        # One launch has sums in the dtype of the shares, and in one other.
+        if value.dtype == of[0] or narrow.setdefault(of, value.dtype) == value.dtype:
             alike.setdefault(of, []).append(sums)
             behind |= parts
-    alike = {of: sums for of, sums in alike.items() if len(sums) > 1}
-    later = [node for node in graph.nodes if node in behind] if alike else []
-    for (dtype, _, _), sums in alike.items():
-        _add_up(output, dtype, sums)
+    together = {of: sums for of, sums in alike.items() if any(_is_ours(each) for each in sums) and len(sums) > 1}
+    later = [node for node in graph.nodes if node in behind] if together else []
+    for of, sums in together.items():
+        _add_up(output, narrow.get(of, of[0]), sums)
     for node in later:
         output.prepend(node)
 
 
 def _sums_left_by(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The sums that an operator makes of shares; None where it makes none, or its shapes or its device are others."""
+    """The sums that a node makes of shares; None where it makes none, or its shapes or its device are others."""
+    values = [each.meta["val"] for each in node.all_input_nodes]
+    if node.kwargs or not values or not all(isinstance(value, Tensor) for value in values):
+        return None
+    fixed = all(isinstance(size, int) for value in values for size in value.shape)
+    whole = len({value.dtype == torch.float64 for value in values}) == 1 and all(value.numel() for value in values)
+    if not fixed or not whole or not (values[0].is_cuda or interpreted()):
+        return None
+    if node.target is torch.ops.aten.sum.dim_IntList:
+        return node if _chunk_of(values[0], node.args) else None
     assert isinstance(node.target, OpOverload)
     name = node.target._opname
-    if node.target.namespace != "stepscope" or name not in _LEAVES or node.kwargs:
-        return None
-    values = [each.meta["val"] for each in node.all_input_nodes]
-    fixed = all(isinstance(size, int) for value in values for size in value.shape)
-    sums = next((result for result in node.users if result.args[1] == _LEAVES[name]), None)
-    if sums is None or not fixed or not all(value.numel() for value in (*values, sums.meta["val"])):
-        return None
-    if name == "joint_projections_backward":
-        return sums if values[0].is_cuda and values[0].shape[0] > FEW_ROWS else None
-    return sums if values[0].is_cuda or interpreted() else None
+    results = [result for result in node.users if result.args[1] == _LEAVES[name]] if _is_ours(node) else []
+    # Of few rows joint projections have no shares: one launch adds up the rows.
+    few = name == "joint_projections_backward" and values[0].shape[0] <= FEW_ROWS
+    return None if few or not results or not results[0].meta["val"].numel() else _one_of(results)
+
+
+def _is_ours(node: torch.fx.Node) -> bool:
+    """Whether a node, or what it is a result of, is an operator that leaves shares."""
+    of = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return isinstance(of.target, OpOverload) and of.target.namespace == "stepscope" and of.target._opname in _LEAVES
+
+
+def _chunk_of(x: Tensor, arguments: tuple[Any, ...]) -> int:
+    """Of how many rows of x the compiler makes a share, if these arguments of a sum add up many rows; else 0."""
+    over_rows = [*arguments[1]] == [*range(x.dim() - 1)]
+    chunk = math.gcd(_count(x), _CHUNKS[0])
+    many = _count(x) > FEW_ROWS and chunk >= _CHUNKS[1] and x.is_contiguous()
+    return chunk if over_rows and many and x.is_floating_point() else 0
+
+
+def _one_of(results: Sequence[torch.fx.Node]) -> torch.fx.Node:
+    """The node that takes a result of an operator, in the place of all that do."""
+    (node,) = results[0].all_input_nodes
+    with node.graph.inserting_after(node):
+        one = node.graph.node_copy(results[0], lambda _: node)
+    for result in results:
+        result.replace_all_uses_with(one)
+        node.graph.erase_node(result)
+    return one
 
 
 def _ends_in(output: torch.fx.Node, value: torch.fx.Node, parts: set[torch.fx.Node]) -> bool:
@@ -723,24 +767,48 @@ def _ends_in(output: torch.fx.Node, value: torch.fx.Node, parts: set[torch.fx.No
 
 
 def _add_up(output: torch.fx.Node, dtype: torch.dtype, results: Sequence[torch.fx.Node]) -> None:
-    """Let the operators whose sums these are leave shares, and add them up before a graph's output."""
+    """Leave shares of these sums, and add them up before a graph's output."""
     graph, sums = output.graph, [result.meta["val"] for result in results]
-    *places, count = places_of([len(value) for value in sums])
-    for result in results:
-        (operator_,) = result.all_input_nodes
-        assert isinstance(operator_.target, OpOverload)
-        for argument in operator_.target._schema.arguments[len(operator_.args) :]:
-            given: Any = argument.name == "apart" or argument.default_value
-            operator_.args = (*operator_.args, given)
-            give(operator_, len(operator_.args) - 1, given)
+    *places, _ = places_of([value.numel() for value in sums])
+    shares = [_leave(result) for result in results]
+    meta = {key: value for key, value in results[0].meta.items() if key not in OF_RESULTS}
     with graph.inserting_before(output):
-        total = graph.call_function(torch.ops.stepscope.sums_of_shares.default, ([*results], dtype))
-        total.meta = {key: value for key, value in results[0].meta.items() if key not in OF_RESULTS}
-        total.meta["val"] = sums[0].new_empty(count)
+        both = graph.call_function(torch.ops.stepscope.sums_of_shares.default, (shares, dtype))
+        both.meta = {**meta, "val": torch.ops.stepscope.sums_of_shares([one.meta["val"] for one in shares], dtype)}
+        totals = {}
+        for which, value in reversed([*enumerate(both.meta["val"])]):
+            totals[value.dtype] = graph.call_function(operator.getitem, (both, which))
+            totals[value.dtype].meta = {**meta, "val": value}
         for result, place, value in zip(results, places, sums, strict=True):
-            part = graph.call_function(torch.ops.aten.slice.Tensor, (total, 0, place, place + len(value)))
-            part.meta = {**total.meta, "val": total.meta["val"][place : place + len(value)]}
-            result.replace_all_uses_with(part, lambda user: user is not total)
+            total, end = totals[value.dtype], place + value.numel()
+            part = graph.call_function(torch.ops.aten.slice.Tensor, (total, 0, place, end))
+            part.meta = {**meta, "val": total.meta["val"][place:end]}
+            whole = graph.call_function(torch.ops.aten.view.default, (part, [*value.shape]))
+            whole.meta = {**meta, "val": part.meta["val"].view(value.shape)}
+            result.replace_all_uses_with(whole, lambda user: user is not both)
+
+
+def _leave(result: torch.fx.Node) -> torch.fx.Node:
+    """The shares of these sums, which nothing adds up then."""
+    source: Any = result.all_input_nodes[0]
+    if _is_ours(result):
+        for argument in source.target._schema.arguments[len(source.args) :]:
+            given: Any = argument.name == "apart" or argument.default_value
+            source.args = (*source.args, given)
+            give(source, len(source.args) - 1, given)
+        return result
+    x, made = source.meta["val"], source
+    chunk = _chunk_of(x, result.args)
+    for target, *arguments in (
+        (torch.ops.prims.convert_element_type.default, torch.promote_types(x.dtype, torch.float32)),
+        (torch.ops.aten.view.default, [_count(x) // chunk, chunk, x.shape[-1]]),
+        (torch.ops.aten.sum.dim_IntList, [1]),
+    ):
+        with result.graph.inserting_before(result):
+            value = target(made.meta["val"], *arguments)
+            made = result.graph.call_function(target, (made, *arguments))
+        made.meta = {**{key: each for key, each in result.meta.items() if key not in OF_RESULTS}, "val": value}
+    return made
 
 
 PASSES.append(shares_together)
