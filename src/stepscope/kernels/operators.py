@@ -202,6 +202,7 @@ def _pass_class() -> type[Any]:
         def __call__(self, graph: torch.fx.Graph) -> None:
             for run in (*self.earlier, *PASSES):
                 run(graph)
+            _tell_the_compiler(graph)
 
         def uuid(self) -> Any:
             """What the keys of graphs on disk take for the passes; None where they have no such name."""
@@ -210,6 +211,21 @@ def _pass_class() -> type[Any]:
             return (get_hash_for_files(tuple(files)), *known) if all(known) else None
 
     return GraphPasses
+
+
+def _tell_the_compiler(graph: torch.fx.Graph) -> None:
+    """Let Inductor know our operators of a graph before it meets them.
+
+    Of one that it does not know PyTorch 2.11 spells out the arguments, with what they were made of: of operators that
+    follow one another in time that doubles with each.
+    """
+    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint  # noqa: PLC0415  (a second)
+    from torch._library.utils import get_layout_constraint_tag  # noqa: PLC0415  (beside it)
+
+    for target in {node.target for node in graph.nodes if isinstance(node.target, OpOverload)}:
+        if target.namespace == "stepscope" and target not in lowerings:
+            usual: Any = get_layout_constraint_tag(target, with_default=True)
+            make_fallback(target, tag_to_layout_constraint(usual))
 
 
 def sums_into_norms(graph: torch.fx.Graph) -> None:
@@ -388,10 +404,10 @@ def _sum_over_rows(norm: torch.fx.Node) -> None:
 
 
 def _rows_summed(value: torch.fx.Node) -> torch.fx.Node | None:
-    """The sum of a value over all but its last dimension, perhaps behind views."""
+    """The sum of a value over all but its last dimension, perhaps behind views. Autocast on a GPU makes it in fp32."""
     rows = [*range(value.meta["val"].dim() - 1)]
     for user in value.users:
-        if user.target is torch.ops.aten.sum.dim_IntList and not user.kwargs and user.args[1] == rows:
+        if user.target is torch.ops.aten.sum.dim_IntList and user.args[1] == rows:
             return user
         if user.target in VIEWS and (total := _rows_summed(user)) is not None:
             return total

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor
+from torch._inductor import lowering
 from torch._inductor.decomposition import select_decomp_table
 from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
@@ -455,6 +457,20 @@ def test_a_pass_of_the_user_s_runs_first_and_keeps_its_name():
         assert len(ran) == (uuids - 1 if uuids else 1) and len(given.uuid() or ()) == uuids
 
 
+def test_the_compiler_knows_our_operators_before_it_meets_them() -> None:
+    """One that it meets unknown it spells out, in PyTorch 2.11 with all that its arguments were made of."""
+    target = torch.ops.stepscope.sums_of_shares.default
+    lowering.lowerings.pop(target, None)
+    graph = torch.fx.Graph()
+    graph.call_function(target, ([], torch.float16))
+    graph.output(())
+    with inductor.patch(joint_custom_pre_pass=None):
+        operators.use_graph_passes()
+        passes: Any = inductor.joint_custom_pre_pass
+        passes(graph)
+    assert target in lowering.lowerings
+
+
 SCRIPT = """
 import functools, sys
 sys.path.append({root!r})
@@ -626,6 +642,49 @@ def test_what_norms_add_up_of_biases_is_left_with_their_own(shape: tuple[int, ..
     found = gradients(joint.compile(of_a_stream), *inputs)
     torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-5)
     assert _shares_in(joint.graphs[0]) == ([added], 2)
+
+
+class _Biased(torch.autograd.Function):
+    """x + bias, whose gradient is made in fp32 and cast, as autocast on a GPU makes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        return x + bias.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0].sum([0], keepdim=True, dtype=torch.float32).view(-1).half()
+
+
+def of_16_bits(x: Tensor, by: Tensor, *weights: Tensor) -> Tensor:
+    """Weights and biases in 16 bits beside one in fp32, with all of which fp32 is computed."""
+    first, its_bias, bias, second, other, last = weights
+    x = x + _Biased.apply(layer_norm(x, first.float(), its_bias.float(), 1e-5) @ by, bias)
+    x = x + layer_norm(x, second, other, 1e-5).sin()
+    return _Biased.apply(x, last).sin()
+
+
+@pytest.mark.parametrize(("rows", "added"), [(6, 2), (320, 3)])
+def test_sums_that_are_cast_are_rounded_by_the_launch(rows: int, added: int) -> None:
+    """The first bias is added up by the second norm; the last one's rows are, where they are many."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(*size, device=DEVICE) for size in ((rows, M), (M, M), *[(M,)] * 6)]
+    inputs[2:] = [each if place in (3, 4) else each.half() for place, each in enumerate(inputs[2:])]
+
+    def both(graph: torch.fx.Graph) -> None:
+        operators.sums_into_norms(graph)
+        shares_together(graph)
+
+    apart, joint = Joint(apart=True), Joint(change=both)
+    known = gradients(apart.compile(of_16_bits), *inputs)
+    torch._dynamo.reset()
+    found = gradients(joint.compile(of_16_bits), *inputs)
+    torch.testing.assert_close(found, known, rtol=2e-3, atol=1e-3)
+    assert [each.dtype for each in found[1:]] == [each.dtype for each in inputs]
+    assert _shares_in(joint.graphs[0]) == ([added], 2)
+    casts = [node for node in joint.graphs[0].nodes if node.target is torch.ops.prims.convert_element_type.default]
+    halves = [cast for cast in casts if cast.meta["val"].dtype == torch.float16]
+    assert len(halves) == (0 if added == 3 else 1)  # of the last bias
 
 
 def test_rows_that_none_are_leave_no_shares() -> None:

@@ -33,7 +33,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -684,6 +684,7 @@ _PARTS_OF_SUMS = {
     *CASTS,
 }
 """What may be done to sums before the optimizer reads them."""
+_VIEW = torch.ops.aten.view.default
 _CHUNKS = 64, 16
 """The most and the fewest rows of which the compiler makes a share."""
 
@@ -691,9 +692,8 @@ _CHUNKS = 64, 16
 def shares_together(graph: torch.fx.Graph) -> None:
     """Add up by one launch, at the end of a graph, what is left to be added of sums that only its output reads."""
     output = next(iter(graph.find_nodes(op="output")))
-    alike: dict[tuple[torch.dtype, torch.device], list[torch.fx.Node]] = {}
+    alike: dict[tuple[torch.dtype, torch.device], dict[torch.fx.Node, set[torch.fx.Node]]] = {}
     narrow: dict[tuple[torch.dtype, torch.device], torch.dtype] = {}
-    behind: set[torch.fx.Node] = set()
     for node in [node for node in graph.nodes if isinstance(node.target, OpOverload)]:
         sums, parts = _sums_left_by(node), set[torch.fx.Node]()
         if sums is None or not _ends_in(output, sums, parts):
@@ -701,21 +701,27 @@ def shares_together(graph: torch.fx.Graph) -> None:
         value = sums.meta["val"]
         of = torch.promote_types(value.dtype, torch.float32), value.device
         # One launch has sums in the dtype of the shares, and in one other.
-        if value.dtype == of[0] or narrow.setdefault(of, value.dtype) == value.dtype:
-            alike.setdefault(of, []).append(sums)
-            behind |= parts
+        dtypes = [value.dtype, *(part.meta["val"].dtype for part in parts if part.target in CASTS)]
+        if value.dtype == of[0] or narrow.get(of, value.dtype) == value.dtype:
+            narrow.update({each: dtype for each in {of} - narrow.keys() for dtype in dtypes if dtype != of[0]})
+            alike.setdefault(of, {})[sums] = parts
     together = {of: sums for of, sums in alike.items() if any(_is_ours(each) for each in sums) and len(sums) > 1}
-    later = [node for node in graph.nodes if node in behind] if together else []
+    behind = {part for sums in together.values() for parts in sums.values() for part in parts}
+    later = [node for node in graph.nodes if node in behind]
     for of, sums in together.items():
         _add_up(output, narrow.get(of, of[0]), sums)
+    for node in reversed(later):
+        if not node.users:
+            graph.erase_node(node)
     for node in later:
-        output.prepend(node)
+        if node.users:
+            output.prepend(node)
 
 
 def _sums_left_by(node: torch.fx.Node) -> torch.fx.Node | None:
     """The sums that a node makes of shares; None where it makes none, or its shapes or its device are others."""
     values = [each.meta["val"] for each in node.all_input_nodes]
-    if node.kwargs or not values or not all(isinstance(value, Tensor) for value in values):
+    if node.kwargs.keys() - {"dtype"} or not values or not all(isinstance(value, Tensor) for value in values):
         return None
     fixed = all(isinstance(size, int) for value in values for size in value.shape)
     whole = len({value.dtype == torch.float64 for value in values}) == 1 and all(value.numel() for value in values)
@@ -766,26 +772,49 @@ def _ends_in(output: torch.fx.Node, value: torch.fx.Node, parts: set[torch.fx.No
     return True
 
 
-def _add_up(output: torch.fx.Node, dtype: torch.dtype, results: Sequence[torch.fx.Node]) -> None:
-    """Leave shares of these sums, and add them up before a graph's output."""
-    graph, sums = output.graph, [result.meta["val"] for result in results]
-    *places, _ = places_of([value.numel() for value in sums])
-    shares = [_leave(result) for result in results]
-    meta = {key: value for key, value in results[0].meta.items() if key not in OF_RESULTS}
+def _add_up(output: torch.fx.Node, dtype: torch.dtype, sums: Mapping[torch.fx.Node, Collection[torch.fx.Node]]) -> None:
+    """Leave shares of these sums, and add them up before a graph's output, which reads the given parts."""
+    graph, values = output.graph, [each.meta["val"] for each in sums]
+    *places, _ = places_of([value.numel() for value in values])
+    shares = [_leave(each) for each in sums]
+    meta = {key: value for key, value in next(iter(sums)).meta.items() if key not in OF_RESULTS}
+
+    def view(of: torch.fx.Node, target: Any, *arguments: Any) -> torch.fx.Node:
+        with graph.inserting_before(output):
+            made = graph.call_function(target, (of, *arguments))
+        made.meta = {**meta, "val": target(of.meta["val"], *arguments)}
+        return made
+
+    def of_other(part: Any, whole: torch.fx.Node, other: torch.fx.Node) -> torch.fx.Node:
+        """The part of another tensor that this one is of the whole."""
+        if part is whole:
+            return other
+        source = of_other(part.args[0], whole, other)
+        return source if part.target in CASTS else view(source, part.target, *part.args[1:])
+
     with graph.inserting_before(output):
         both = graph.call_function(torch.ops.stepscope.sums_of_shares.default, (shares, dtype))
-        both.meta = {**meta, "val": torch.ops.stepscope.sums_of_shares([one.meta["val"] for one in shares], dtype)}
-        totals = {}
-        for which, value in reversed([*enumerate(both.meta["val"])]):
-            totals[value.dtype] = graph.call_function(operator.getitem, (both, which))
-            totals[value.dtype].meta = {**meta, "val": value}
-        for result, place, value in zip(results, places, sums, strict=True):
-            total, end = totals[value.dtype], place + value.numel()
-            part = graph.call_function(torch.ops.aten.slice.Tensor, (total, 0, place, end))
-            part.meta = {**meta, "val": total.meta["val"][place:end]}
-            whole = graph.call_function(torch.ops.aten.view.default, (part, [*value.shape]))
-            whole.meta = {**meta, "val": part.meta["val"].view(value.shape)}
-            result.replace_all_uses_with(whole, lambda user: user is not both)
+    both.meta = {**meta, "val": torch.ops.stepscope.sums_of_shares([one.meta["val"] for one in shares], dtype)}
+    rounded, exact = view(both, operator.getitem, 1), view(both, operator.getitem, 0)
+    for (result, parts), place, value in zip(sums.items(), places, values, strict=True):
+        of_both = [
+            view(view(of, torch.ops.aten.slice.Tensor, 0, place, place + value.numel()), _VIEW, [*value.shape])
+            for of in (exact, rounded) if of.meta["val"].numel()
+        ]  # fmt: skip
+        whole = of_both[0] if value.dtype == exact.meta["val"].dtype else of_both[1]
+        result.replace_all_uses_with(whole, lambda user: user is not both)
+        # What is cast to the other dtype is there in it.
+        for cast in parts if whole is of_both[0] and len(of_both) > 1 else ():
+            if cast.target in CASTS and cast.meta["val"].dtype == dtype and not _changed(cast.args[0], whole):
+                cast.replace_all_uses_with(of_other(cast.args[0], whole, of_both[1]))
+
+
+def _changed(part: Any, whole: torch.fx.Node) -> bool:
+    """Whether a part of the whole was cast to another dtype, before it was taken or after."""
+    if part is whole:
+        return False
+    casts = part.target in CASTS and part.meta["val"].dtype != part.args[0].meta["val"].dtype
+    return casts or _changed(part.args[0], whole)
 
 
 def _leave(result: torch.fx.Node) -> torch.fx.Node:
