@@ -231,6 +231,7 @@ backward go with compiled blocks: backward of a model that is compiled as a whol
 
 _BY_HAND = ("masters, default, graph", "autocast, default, graph")
 _DECODER = (
+    "flash, joint, norm, fused mlp, rope, fused loss, default, graph",
     "flash, joint, norm, fused mlp, rope, fused loss, blocks, graph",
     "flash, joint, fused mlp, rope, fused loss, default, graph",
 )
@@ -241,9 +242,9 @@ SHORT: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2-medium": {
         "hand": _BY_HAND,
         "ours": (
+            "flash, norm, fused mlp, fused loss, default, graph",
             "flash, fused mlp, fused loss, default, graph",
             "flash, norm, fused mlp, fused loss, blocks, graph",
-            "flash, norm, fused mlp, fused loss, default, graph",
         ),
     },
     "bert-base": {
