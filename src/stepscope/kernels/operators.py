@@ -71,11 +71,14 @@ def check_part(part: str, *tensors: Tensor) -> None:
 
 
 _library = torch.library.Library("stepscope", "FRAGMENT")
+_defined: list[str] = []
+"""The names of our operators."""
 
 
 def define(schema: str, function: Any, fake: Any) -> None:
     """Define an operator without autograd: an autograd.Function calls it, which a compiler can follow."""
     name = schema.partition("(")[0]
+    _defined.append(name)
     _library.define(schema)
     _library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"stepscope::{name}", fake, lib=_library)
@@ -202,7 +205,7 @@ def _pass_class() -> type[Any]:
         def __call__(self, graph: torch.fx.Graph) -> None:
             for run in (*self.earlier, *PASSES):
                 run(graph)
-            _tell_the_compiler(graph)
+            _tell_the_compiler()
 
         def uuid(self) -> Any:
             """What the keys of graphs on disk take for the passes; None where they have no such name."""
@@ -213,8 +216,8 @@ def _pass_class() -> type[Any]:
     return GraphPasses
 
 
-def _tell_the_compiler(graph: torch.fx.Graph) -> None:
-    """Let Inductor know our operators of a graph before it meets them.
+def _tell_the_compiler() -> None:
+    """Let Inductor know our operators before it meets them.
 
     Of one that it does not know PyTorch 2.11 spells out the arguments, with what they were made of: of operators that
     follow one another in time that doubles with each.
@@ -222,8 +225,9 @@ def _tell_the_compiler(graph: torch.fx.Graph) -> None:
     from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint  # noqa: PLC0415  (a second)
     from torch._library.utils import get_layout_constraint_tag  # noqa: PLC0415  (beside it)
 
-    for target in {node.target for node in graph.nodes if isinstance(node.target, OpOverload)}:
-        if target.namespace == "stepscope" and target not in lowerings:
+    for name in _defined:
+        target = getattr(torch.ops.stepscope, name).default
+        if target not in lowerings:
             usual: Any = get_layout_constraint_tag(target, with_default=True)
             make_fallback(target, tag_to_layout_constraint(usual))
 
