@@ -317,6 +317,22 @@ def test_an_embedding_s_gradient_is_added_to_the_rows_of_its_tokens(dtype: torch
     assert ((found[0].double() - right).abs() <= bound * right.abs() + 1e-5).all()
 
 
+@pytest.mark.parametrize(("vocabulary", "width", "biased"), [(11, 8, False), (16, 1030, True), (70, 24, True)])
+def test_a_head_gets_rows_and_columns_of_zeros_and_its_bias(vocabulary: int, width: int, biased: bool):
+    """From rows that lie apart, and rounded; 64 divides the rows there are then, and rows begin at 16 bytes."""
+    weight = normal(vocabulary, width + 3)[:, :width]
+    bias = normal(vocabulary) if biased else None
+    found = of_loss._aligned(weight, bias, torch.float16)
+    rows, columns = found.shape
+    assert found.dtype == torch.float16 and rows % 16 == 0 and rows >= vocabulary
+    assert columns == (width + 8 if biased else width)
+    known = torch.zeros(rows, columns, dtype=torch.float16, device=DEVICE)
+    known[:vocabulary, :width] = weight.half()
+    if bias is not None:
+        known[:vocabulary, width] = bias.half()
+    assert torch.equal(found, known)
+
+
 @pytest.mark.parametrize("vocabulary", [16, 11])
 def test_backward_makes_the_gradient_of_a_head_in_bf16(vocabulary: int):
     """Where rows are one chunk: nothing of the head's size is kept, and a second backward gives the same bits."""

@@ -622,12 +622,12 @@ def of_a_stream(x: Tensor, by: Tensor, *weights: Tensor) -> Tensor:
     """Two layers; the norm of the second adds up the gradient of the first one's bias beside those of its own."""
     for bias, first, second in (weights[:3], weights[3:]):
         x = x + F.linear(layer_norm(x, first, second, 1e-5), by, bias)
-    return x.sin()
+    return x @ by
 
 
-@pytest.mark.parametrize(("shape", "added"), [((2, 3, M), 2), ((2, 160, M), 3), ((257, M), 2)])
+@pytest.mark.parametrize(("shape", "added"), [((2, 3, M), 2), ((2, 160, M), 3), ((257, M), 3)])
 def test_what_norms_add_up_of_biases_is_left_with_their_own(shape: tuple[int, ...], added: int) -> None:
-    """Of many rows the compiler leaves shares of the second layer's bias, whose gradient no norm adds up."""
+    """Of many rows shares are left of the second layer's bias, whose gradient no norm adds up."""
     torch.manual_seed(0)
     inputs = [torch.randn(*size, device=DEVICE) for size in (shape, (M, M), *[(M,)] * 6)]
 
@@ -660,12 +660,12 @@ def of_16_bits(x: Tensor, by: Tensor, *weights: Tensor) -> Tensor:
     first, its_bias, bias, second, other, last = weights
     x = x + _Biased.apply(layer_norm(x, first.float(), its_bias.float(), 1e-5) @ by, bias)
     x = x + layer_norm(x, second, other, 1e-5).sin()
-    return _Biased.apply(x, last).sin()
+    return _Biased.apply(x, last) @ by
 
 
 @pytest.mark.parametrize(("rows", "added"), [(6, 2), (320, 3)])
 def test_sums_that_are_cast_are_rounded_by_the_launch(rows: int, added: int) -> None:
-    """The first bias is added up by the second norm; the last one's rows are, where they are many."""
+    """The first bias is added up by the second norm; the last one's rows leave shares where they are many."""
     torch.manual_seed(0)
     inputs = [torch.randn(*size, device=DEVICE) for size in ((rows, M), (M, M), *[(M,)] * 6)]
     inputs[2:] = [each if place in (3, 4) else each.half() for place, each in enumerate(inputs[2:])]
