@@ -320,8 +320,8 @@ def test_an_embedding_s_gradient_is_added_to_the_rows_of_its_tokens(dtype: torch
 @pytest.mark.parametrize(("vocabulary", "width", "biased"), [(11, 8, False), (16, 1030, True), (70, 24, True)])
 def test_a_head_gets_rows_and_columns_of_zeros_and_its_bias(vocabulary: int, width: int, biased: bool):
     """From rows that lie apart, and rounded; 64 divides the rows there are then, and rows begin at 16 bytes."""
-    weight = normal(vocabulary, width + 3)[:, :width]
-    bias = normal(vocabulary) if biased else None
+    weight = normal(vocabulary, width + 3, dtype=torch.float32)[:, :width]
+    bias = normal(vocabulary, dtype=torch.float32) if biased else None
     found = of_loss._aligned(weight, bias, torch.float16)
     rows, columns = found.shape
     assert found.dtype == torch.float16 and rows % 16 == 0 and rows >= vocabulary
