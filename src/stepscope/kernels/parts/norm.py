@@ -647,6 +647,8 @@ def layer_norm(
 #
 #     sums = x.sum(0)                                        shares = row_shares(x)
 
+_SHARES = 64, 32
+"""Rows and columns of a tile of `sum_shares`: with so few rows more of many programs run at once."""
 _MOST_SHARES = 64
 """How many tensors one launch adds up: each program looks for its own among all of them."""
 
@@ -659,13 +661,13 @@ def sums_of_shares(shares: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor
     out, narrow = _fake_sums(shares, dtype)
     for first in range(0, len(shares), _MOST_SHARES):
         some = slice(first, first + _MOST_SHARES)
-        tiles = [(place - places[first]) // _LAST[1] for place in places[some]]
+        tiles = [(place - places[first]) // _SHARES[1] for place in places[some]]
         sizes = tuple((*each.shape, tile) for each, tile in zip(shares[some], tiles, strict=False))
-        programs = tiles[len(sizes) - 1] + tiles_of(sizes[-1][1], _LAST[1])
+        programs = tiles[len(sizes) - 1] + tiles_of(sizes[-1][1], _SHARES[1])
         launch_at(
             out, sum_shares, (programs,), tuple(shares[some]), out[places[first] :], narrow[places[first] :],
             SIZES=sizes, NARROW=len(narrow) > 0, ALIGNED=all(width % 4 == 0 for width in widths[some]),
-            WIDE=wide(out.dtype), ROWS=_LAST[0], COLUMNS=_LAST[1], num_warps=4,
+            WIDE=wide(out.dtype), ROWS=_SHARES[0], COLUMNS=_SHARES[1], num_warps=4,
         )  # fmt: skip
     return out, narrow
 
@@ -678,7 +680,7 @@ def _fake_sums(shares: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Te
 
 def places_of(widths: Sequence[int]) -> list[int]:
     """Where each of these sums begins, and behind the last where another would."""
-    return [*itertools.accumulate((tiles_of(width, _LAST[1]) * _LAST[1] for width in widths), initial=0)]
+    return [*itertools.accumulate((tiles_of(width, _SHARES[1]) * _SHARES[1] for width in widths), initial=0)]
 
 
 define("sums_of_shares(Tensor[] shares, ScalarType dtype) -> (Tensor, Tensor)", sums_of_shares, _fake_sums)
