@@ -693,6 +693,65 @@ def test_sums_that_are_cast_are_rounded_by_the_launch(rows: int, added: int) -> 
     assert len(halves) == (0 if added == 3 else 1)  # of the last bias
 
 
+def test_what_forward_returns_is_no_sum_of_backward() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(257, M, device=DEVICE), torch.randn(M, device=DEVICE, requires_grad=True)
+    joint = Joint(change=shares_together)
+    normed, total = joint.compile(lambda x, weight: (norm(x, weight), (x @ x.T @ x).sum(0)))(x, weight)
+    normed.sum().backward()
+    torch.testing.assert_close(total, (x @ x.T @ x).sum(0), rtol=1e-4, atol=1e-2)
+    assert weight.grad is not None and _shares_in(joint.graphs[0]) == ([], 0)
+
+
+class _Summed(torch.autograd.Function):
+    """x + bias, whose gradient is added up in its own dtype, whatever x has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = bias.dtype
+        return x + bias.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], gradients[0].sum(0, dtype=ctx.dtype)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_sums_of_other_dtypes_have_no_launch_together(wide: bool) -> None:
+    """A norm of fp32 beside rows of fp64, and the other way round."""
+    torch.manual_seed(0)
+    dtypes = (torch.float64, torch.float32) if wide else (torch.float32, torch.float64)
+    sizes = [((300, M), 0), ((300, M), 1), ((M, M), 1), ((M,), 0), ((M,), 0), ((M,), 0)]
+    inputs = [torch.randn(*size, device=DEVICE, dtype=dtypes[which]) for size, which in sizes]
+
+    def function(x: Tensor, z: Tensor, by: Tensor, *weights: Tensor) -> Tensor:
+        first, second, bias = weights
+        x = rms_norm(rms_norm(x, None, first, 1e-5)[1], None, second, 1e-5)[1]
+        return x.double() * (_Summed.apply(z @ by, bias) @ by).double()
+
+    joint = Joint(change=shares_together)
+    found = gradients(joint.compile(function), *inputs)
+    torch._dynamo.reset()
+    torch.testing.assert_close(found, gradients(function, *inputs), rtol=1e-4, atol=1e-4)
+    assert _shares_in(joint.graphs[0]) == ([2], 2)
+
+
+def test_a_sum_is_rounded_to_its_own_dtype_first() -> None:
+    """That of an fp16 weight, to which a bf16 one was added."""
+    torch.manual_seed(0)
+    x, first, second = (torch.randn(*size, device=DEVICE) for size in ((6, M), (M,), (M,)))
+    inputs = [x, first.half(), second.bfloat16(), torch.randn(M, device=DEVICE)]
+
+    def function(x: Tensor, first: Tensor, second: Tensor, last: Tensor) -> Tensor:
+        return norm(norm(x, first + second.half()), last).square()
+
+    joint = Joint(change=shares_together)
+    found = gradients(joint.compile(function), *inputs)
+    torch._dynamo.reset()
+    torch.testing.assert_close(found[2], gradients(function, *inputs)[2], rtol=2e-3, atol=1e-4)
+    assert _shares_in(joint.graphs[0]) == ([2], 2) and not torch.equal(found[2], found[2].bfloat16().half())
+
+
 def test_rows_that_none_are_leave_no_shares() -> None:
     inputs = [torch.ones(*size, device=DEVICE) for size in ((0, M), (M, M), *[(M,)] * 6)]
     joint = Joint(change=shares_together)

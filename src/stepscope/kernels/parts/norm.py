@@ -708,17 +708,18 @@ def shares_together(graph: torch.fx.Graph) -> None:
     output = next(iter(graph.find_nodes(op="output")))
     alike: dict[tuple[torch.dtype, torch.device], dict[torch.fx.Node, set[torch.fx.Node]]] = {}
     narrow: dict[tuple[torch.dtype, torch.device], torch.dtype] = {}
-    for node in [node for node in graph.nodes if isinstance(node.target, OpOverload)]:
+    for node in _of_backward(graph):
         sums, parts = _sums_left_by(node), set[torch.fx.Node]()
         if sums is None or not _ends_in(output, sums, parts):
             continue
-        value = sums.meta["val"]
-        of = torch.promote_types(value.dtype, torch.float32), value.device
-        # One launch has sums in the dtype of the shares, and in one other.
+        value, x = sums.meta["val"], node.all_input_nodes[0].meta["val"]
+        of = torch.promote_types(x.dtype, torch.float32), x.device
         dtypes = [value.dtype, *(part.meta["val"].dtype for part in parts if part.target in CASTS)]
-        if value.dtype == of[0] or narrow.get(of, value.dtype) == value.dtype:
-            narrow.update({each: dtype for each in {of} - narrow.keys() for dtype in dtypes if dtype != of[0]})
+        # One launch has sums in the dtype of the shares, and in one other, which is no wider.
+        others = [dtype for dtype in dtypes if dtype.itemsize < of[0].itemsize and dtype.is_floating_point]
+        if value.dtype == of[0] or (others and narrow.get(of, value.dtype) == value.dtype == others[0]):
             alike.setdefault(of, {})[sums] = parts
+            narrow.update({of: others[0]} if others and of not in narrow else {})
     together = {of: sums for of, sums in alike.items() if any(_is_ours(each) for each in sums) and len(sums) > 1}
     behind = {part for sums in together.values() for parts in sums.values() for part in parts}
     later = [node for node in graph.nodes if node in behind]
@@ -730,6 +731,15 @@ def shares_together(graph: torch.fx.Graph) -> None:
     for node in later:
         if node.users:
             output.prepend(node)
+
+
+def _of_backward(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    """The operators that a gradient reaches: a partitioner gives what forward returns no part of backward."""
+    reached: dict[torch.fx.Node, bool] = {}
+    for node in graph.nodes:
+        given = node.op == "placeholder" and "tangents" in str(node.target)
+        reached[node] = given or any(reached[source] for source in node.all_input_nodes)
+    return [node for node in graph.nodes if reached[node] and isinstance(node.target, OpOverload)]
 
 
 def _sums_left_by(node: torch.fx.Node) -> torch.fx.Node | None:
@@ -764,8 +774,9 @@ def _adds_rows(node: torch.fx.Node) -> bool:
     while source.target in VIEWS:
         source = source.all_input_nodes[0]
     lies = source.op == "placeholder" or source.target in _MAKES_ROWS
-    rows = x.dim() == 2 and x.stride(1) == 1 and x.shape[0] > FEW_ROWS and x.is_floating_point()
-    return lies and rows and node.args[1] == [0]
+    rows = x.dim() == 2 and x.stride(1) == 1 and x.shape[0] > FEW_ROWS
+    floating = x.is_floating_point() and node.meta["val"].is_floating_point()
+    return lies and rows and floating and node.args[1] == [0]
 
 
 def _one_of(results: Sequence[torch.fx.Node]) -> torch.fx.Node:
