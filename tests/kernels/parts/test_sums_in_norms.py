@@ -625,6 +625,21 @@ def test_sums_that_only_the_optimizer_reads_are_added_up_together(dynamic: bool)
     assert _shares_in(joint.graphs[0]) == (([], 0) if dynamic else ([3], 3))
 
 
+def _by_both_passes(function: Any, inputs: list[Tensor], tolerance: float) -> tuple[list[Tensor], torch.fx.Graph]:
+    """Its result and gradients behind the passes of norms and of shares, held against those without, and the graph."""
+
+    def both(graph: torch.fx.Graph) -> None:
+        operators.sums_into_norms(graph)
+        shares_together(graph)
+
+    apart, joint = Joint(apart=True), Joint(change=both)
+    known = gradients(apart.compile(function), *inputs)
+    torch._dynamo.reset()
+    found = gradients(joint.compile(function), *inputs)
+    torch.testing.assert_close(found, known, rtol=tolerance, atol=tolerance / 2)
+    return found, joint.graphs[0]
+
+
 def of_a_stream(x: Tensor, by: Tensor, *weights: Tensor) -> Tensor:
     """Two layers; the norm of the second adds up the gradient of the first one's bias beside those of its own."""
     for bias, first, second in (weights[:3], weights[3:]):
@@ -637,17 +652,8 @@ def test_what_norms_add_up_of_biases_is_left_with_their_own(shape: tuple[int, ..
     """Of many rows shares are left of the second layer's bias, whose gradient no norm adds up."""
     torch.manual_seed(0)
     inputs = [torch.randn(*size, device=DEVICE) for size in (shape, (M, M), *[(M,)] * 6)]
-
-    def both(graph: torch.fx.Graph) -> None:
-        operators.sums_into_norms(graph)
-        shares_together(graph)
-
-    apart, joint = Joint(apart=True), Joint(change=both)
-    known = gradients(apart.compile(of_a_stream), *inputs)
-    torch._dynamo.reset()
-    found = gradients(joint.compile(of_a_stream), *inputs)
-    torch.testing.assert_close(found, known, rtol=1e-4, atol=1e-5)
-    assert _shares_in(joint.graphs[0]) == ([added], 2)
+    _, graph = _by_both_passes(of_a_stream, inputs, 1e-4)
+    assert _shares_in(graph) == ([added], 2)
 
 
 class _Biased(torch.autograd.Function):
@@ -676,19 +682,10 @@ def test_sums_that_are_cast_are_rounded_by_the_launch(rows: int, added: int) -> 
     torch.manual_seed(0)
     inputs = [torch.randn(*size, device=DEVICE) for size in ((rows, M), (M, M), *[(M,)] * 6)]
     inputs[2:] = [each if place in (3, 4) else each.half() for place, each in enumerate(inputs[2:])]
-
-    def both(graph: torch.fx.Graph) -> None:
-        operators.sums_into_norms(graph)
-        shares_together(graph)
-
-    apart, joint = Joint(apart=True), Joint(change=both)
-    known = gradients(apart.compile(of_16_bits), *inputs)
-    torch._dynamo.reset()
-    found = gradients(joint.compile(of_16_bits), *inputs)
-    torch.testing.assert_close(found, known, rtol=2e-3, atol=1e-3)
+    found, graph = _by_both_passes(of_16_bits, inputs, 2e-3)
     assert [each.dtype for each in found[1:]] == [each.dtype for each in inputs]
-    assert _shares_in(joint.graphs[0]) == ([added], 2)
-    casts = [node for node in joint.graphs[0].nodes if node.target is torch.ops.prims.convert_element_type.default]
+    assert _shares_in(graph) == ([added], 2)
+    casts = [node for node in graph.nodes if node.target is torch.ops.prims.convert_element_type.default]
     halves = [cast for cast in casts if cast.meta["val"].dtype == torch.float16]
     assert len(halves) == (0 if added == 3 else 1)  # of the last bias
 
