@@ -423,6 +423,8 @@ def _aligned(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     columns = loss_columns(vocabulary)
     if columns == vocabulary and bias is None:
         return weight.to(dtype)
+    if interpreted():  # which cuts bf16 off, where a GPU rounds
+        weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     longer = weight.new_empty(columns, width if bias is None else width + _BESIDE, dtype=dtype)
     grid = tiles_of(columns, _LENGTHENED[0]), tiles_of(longer.shape[1], _LENGTHENED[1])
