@@ -385,7 +385,7 @@ def _sum_over_rows(norm: torch.fx.Node) -> None:
         return
     width, value, sums = splits[0].args[1], total.meta["val"], results[1].meta["val"]
     # What the kernel returns has the dtype of the norm's weight, which may be coarser than the sum's.
-    exact = torch.promote_types(value.dtype, sums.dtype) == sums.dtype
+    exact = value.is_floating_point() and torch.promote_types(value.dtype, sums.dtype) == sums.dtype
     if not isinstance(width, int) or value.numel() != width or not exact:
         return
     norm.args = (*norm.args, True)

@@ -611,8 +611,8 @@ def _shares_in(graph: torch.fx.Graph) -> tuple[list[int], int]:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_sums_that_only_the_optimizer_reads_are_added_up_together(dynamic: bool) -> None:
-    """Of the weights that the graph makes, or that two norms have, each norm adds up its own; and so all do of shapes
-    that are not known."""
+    """A norm adds up its weight's gradient by itself if the graph makes the weight, or if another norm has it, too. All
+    norms do so if a shape is unknown."""
     torch.manual_seed(0)
     inputs = [torch.randn(*size, device=DEVICE) for size in ((6, M), (M, M), *[(M,)] * 6)]
     apart, joint = Joint(apart=True), Joint(change=shares_together)
@@ -649,7 +649,7 @@ def of_a_stream(x: Tensor, by: Tensor, *weights: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("shape", "added"), [((2, 3, M), 2), ((2, 160, M), 3), ((257, M), 3)])
 def test_what_norms_add_up_of_biases_is_left_with_their_own(shape: tuple[int, ...], added: int) -> None:
-    """Of many rows shares are left of the second layer's bias, whose gradient no norm adds up."""
+    """The second layer leaves shares of its bias's gradient, which no norm adds up, where it has many rows."""
     torch.manual_seed(0)
     inputs = [torch.randn(*size, device=DEVICE) for size in (shape, (M, M), *[(M,)] * 6)]
     _, graph = _by_both_passes(of_a_stream, inputs, 1e-4)
