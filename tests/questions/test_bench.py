@@ -34,8 +34,17 @@ from stepscope.questions.bench_functions import (
     load_function,
     names_of,
 )
-from stepscope.questions.bench_inputs import odd, parse_shape, parse_sizes, shape_words, smaller
-from stepscope.questions.bench_result import Bench, Timing, decode_bench, encode_bench
+from stepscope.questions.bench_records import (
+    Bench,
+    Timing,
+    decode_bench,
+    encode_bench,
+    odd,
+    parse_shape,
+    parse_sizes,
+    shape_words,
+    smaller,
+)
 from stepscope.recording.environment import resolve_device
 from stepscope.training.attention import implementation
 from stepscope.training.user_functions import reached_by

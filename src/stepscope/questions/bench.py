@@ -1,7 +1,7 @@
 """The answer of a bench: right or wrong first, then who is faster and how sure that is, beside what the device can.
 
-On the way to it: `bench_inputs.py` reads --shape and --size, `bench_functions.py` finds the functions and makes the
-Asked, `bench_calls.py` judges and times (`run_bench`), and `bench_result.py` has what it found, a Bench.
+On the way to it: `bench_records.py` reads --shape and --size, `bench_functions.py` finds the functions and makes the
+Asked, `bench_calls.py` judges and times (`run_bench`), and what it found is a Bench of `bench_records.py`.
 """
 
 import math
@@ -13,8 +13,7 @@ from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.processes import standing
 from stepscope.core.samples import Interval
 from stepscope.core.units import counted, format_bytes, format_seconds, format_share
-from stepscope.questions.bench_inputs import size_words
-from stepscope.questions.bench_result import Bench, ResultError, Timing, Verdict, Work
+from stepscope.questions.bench_records import Bench, ResultError, Timing, Verdict, Work, size_words
 from stepscope.questions.tuning_races import p_value_of
 
 RIGHT, TIME, CEILING = "Right or wrong, beside float64", "Time in turns", "Beside what the device can"

@@ -22,8 +22,20 @@ from stepscope.core.errors import InputError, named_line, one_line
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
-from stepscope.questions.bench_inputs import TensorSpec, odd, shape_words, size_words, smaller
-from stepscope.questions.bench_result import Bench, Judged, ResultError, Timed, Timing, Verdict, Work
+from stepscope.questions.bench_records import (
+    Bench,
+    Judged,
+    ResultError,
+    TensorSpec,
+    Timed,
+    Timing,
+    Verdict,
+    Work,
+    odd,
+    shape_words,
+    size_words,
+    smaller,
+)
 from stepscope.questions.function_calls import CallPass, FunctionCalls, settings_for
 from stepscope.recording.device import is_out_of_memory, let_go
 from stepscope.recording.environment import read_environment

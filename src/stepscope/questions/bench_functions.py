@@ -13,7 +13,7 @@ from torch import nn
 from stepscope.core.errors import InputError, choose
 from stepscope.core.parts import ATTENTIONS
 from stepscope.questions.bench_calls import Asked
-from stepscope.questions.bench_inputs import FLOATS, parse_shape, parse_sizes
+from stepscope.questions.bench_records import FLOATS, parse_shape, parse_sizes
 from stepscope.training.attention import implementation
 from stepscope.training.judging import Function
 from stepscope.training.user_functions import find_object

@@ -13,7 +13,7 @@ from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError
 from stepscope.core.files import read_named
 from stepscope.core.options import CALLS, MEASURING, Argument, Option, Rule, verb
-from stepscope.questions.bench_result import Bench, decode_bench, encode_bench
+from stepscope.questions.bench_records import Bench, decode_bench, encode_bench
 
 
 @dataclass(frozen=True, repr=False)
