@@ -70,7 +70,8 @@ def _pointwise(operators: str, example: str, flops: int, operands: int = 1, resu
 
 
 _PRODUCTS: tuple[OperatorRule, ...] = (
-    _product("matrix product", "mm bmm mv dot vdot", formulas.product, "bmm fp32[48,512,64] fp32[48,64,512]"),
+    _product("matrix product", "mm bmm mv dot vdot stepscope::chosen_product", formulas.product,
+        "bmm fp32[48,512,64] fp32[48,64,512]"),
     _product("matrix product", "addmm baddbmm addmv _addmm_activation addmm_ baddbmm_ addmv_",
         partial(formulas.product, first=1, bias=0), "addmm bf16[3072] bf16[2048,768] bf16[768,3072] #*2"),
     _product("matrix product", "addbmm addbmm_", partial(formulas.product, first=1, bias=0, sums_batch=True),

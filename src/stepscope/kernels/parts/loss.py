@@ -62,6 +62,7 @@ from stepscope.kernels.launching import (
     warps_for,
     wide,
 )
+from stepscope.kernels.products import product
 
 _NAME = "loss fused"
 _ROW_WARPS, _ROW_LOADS, _ROW_KEPT, _ROW_REGISTERS = 16, 2, 1, 64
@@ -350,7 +351,7 @@ def _forward(
         part = x[first : first + chunk]
         within = (count - first).clamp(0, len(part)).to(torch.int32).view(1) if grouped else None
         if within is None:
-            logits = torch.mm(part, kernel.t(), out=buffer[: len(part)])
+            logits = product(part, kernel.t(), buffer[: len(part)])
         else:
             logits = _grouped(part, kernel.t()[None], within)
         pieces = logits if split == 1 else torch.empty_like(logits)
@@ -364,7 +365,7 @@ def _forward(
         if of_x and within is not None and order is not None:
             _input_gradient(pieces, kernel[:, :width], dx, order[first:], within, split)
         elif of_x:
-            torch.mm(logits, kernel[:, :width], out=dx[first : first + chunk])
+            product(logits, kernel[:, :width], dx[first : first + chunk])
         if of_weight_here and within is not None:
             added = _grouped(logits.t(), part, within)[0]
             dweight = added.to(dweight.dtype) if alone else dweight.add_(added)
@@ -464,7 +465,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> 
     elif left.dtype != total.dtype:
         torch.ops.aten.addmm.dtype_out(total, left, right, total.dtype, out=total)
     elif first:
-        torch.mm(left, right, out=total)
+        product(left, right, total)
     else:
         total.addmm_(left, right)
 
@@ -558,8 +559,7 @@ class _Loss(torch.autograd.Function):
         of_all = run(gradients[0], count, dx, divisor, dx.dtype) if of_x else None
         if late:
             x = run(gradients[0], count, late[0], divisor, late[0].dtype)
-            # Into a result of its own: autocast leaves such products alone.
-            made = torch.mm(dweight.t(), x, out=x.new_empty(dweight.shape[1], x.shape[1]))[: ctx.vocabulary]
+            made = product(dweight.t(), x)[: ctx.vocabulary]
             return of_all, made, None, None, None, None, None, None
         return (
             of_all,

@@ -40,6 +40,7 @@ from torch.utils.flop_counter import register_flop_formula
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PartFound
 from stepscope.kernels.operators import autocast_dtype, define, refuse_second_derivative, watched
+from stepscope.kernels.products import product
 
 _NAME = "projections joint"
 OPERATOR = "stepscope::joint_projections"
@@ -96,7 +97,10 @@ def _beside(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    return F.linear(x, _joined(weights, x.dtype), _joined(biases, x.dtype) if biases else None)
+    weight = _joined(weights, x.dtype)
+    if biases:
+        return F.linear(x, weight, _joined(biases, x.dtype))
+    return product(x.reshape(-1, x.shape[-1]), weight.t()).view(*x.shape[:-1], len(weight))
 
 
 def _gradients(
@@ -111,7 +115,7 @@ def _gradients(
     of_bias = (
         dy.new_empty(0) if of_biases is None else _sums_kernels().chunk_sums(dy) if apart else _sums(dy, of_biases)
     )
-    return dy @ _joined(weights, dy.dtype), dy.t() @ x, of_bias
+    return product(dy, _joined(weights, dy.dtype)), product(dy.t(), x), of_bias
 
 
 def _fake_gradients(
