@@ -40,8 +40,9 @@ def command_of(verb: Verb, kind: type[click.Command] | None = None, **settings: 
 
     def run(**values: Any) -> None:
         if not gc.isenabled():  # as the command began
-            gc.freeze()
-            gc.enable()
+            from stepscope.core.environment import set_aside
+
+            set_aside()
         if code := call(values):
             raise click.exceptions.Exit(code)
 
