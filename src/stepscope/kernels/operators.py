@@ -162,6 +162,10 @@ def compile_for_each_shape(function: Callable[..., Any]) -> Callable[..., Tensor
 #     s = x + branch;  y = norm(s)                           y, s = norm(x, branch)
 #     dx = norm_backward(dy, s, ...);  ds = dx + dother      ds = norm_backward(dy, s, ..., dother)
 #
+# Where the residual stream is a LayerNorm's output, as in BERT, that of its gradients is before the norm's backward:
+#
+#     dy = da + db;  dx = norm_backward(dy, s, ...)          dx = norm_backward(da, s, ..., db)
+#
 # What follows changes the graph of forward and backward so, before the compiler cuts it in two.
 
 _NORMS = ("rms_norm", "layer_norm")
@@ -244,7 +248,8 @@ def sums_into_norms(graph: torch.fx.Graph) -> None:
     for node, is_forward in norms:
         _casts_beside(node, is_forward)
     for node, is_forward in norms:
-        if not is_forward:
+        if not is_forward and "more" in _names(node):
+            _sum_before_backward(node)  # of dtypes that no cast changes any more
             _sum_over_rows(node)
 
 
@@ -294,6 +299,30 @@ def _sum_of_gradients(norm: torch.fx.Node, order: dict[torch.fx.Node, int]) -> N
     norm.graph.erase_node(added)
 
 
+def _sum_before_backward(norm: torch.fx.Node) -> None:
+    """Let a norm's backward add the two gradients of its output, where nothing else reads their sum."""
+    arguments: Any = norm.args
+    value, x = arguments[0], arguments[2].meta["val"]
+    added = value
+    while added.target in VIEWS and len(added.users) == 1:
+        added = added.args[0]
+    # What is the gradient of x + branch, too, is written anyway.
+    if not _is_sum(added) or len(added.users) > 1 or value in arguments[1:]:
+        return
+    of, terms = added.meta["val"], _terms(added)
+    if terms[0][0].meta["val"].dtype != of.dtype:
+        terms.reverse()  # the kernel rounds to the first one's dtype
+    values = [term.meta["val"] for term, _ in terms]
+    fits = values[0].dtype == of.dtype and _same(of.shape[-1:], x.shape[-1:])
+    if not fits or not all(each.dtype in _FLOATS and each.is_contiguous() for each in values):
+        return
+    if all(_written(term, reader) for term, reader in terms):
+        give(norm, 0, terms[0][0])
+        give(norm, "more", terms[1][0])
+        for node in dict.fromkeys((value, added)):
+            _erase(node)
+
+
 def _is_sum(node: Any) -> TypeGuard[torch.fx.Node]:
     """Whether a node adds two tensors of its shape, and its result lies in memory as a kernel's does."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq  # noqa: PLC0415  (sympy)
@@ -341,19 +370,29 @@ def _together(one: torch.fx.Node, other: torch.fx.Node) -> bool:
     return all(one.meta.get(key) == other.meta.get(key) for key in ("recompute", "ac_graph_id"))
 
 
-def give(norm: torch.fx.Node, place: int, given: torch.fx.Node | torch.dtype | bool) -> None:
-    """Change an argument of an operator, how a compiler lays it out, and what the operator returns then."""
+def give(norm: torch.fx.Node, place: int | str, given: torch.fx.Node | torch.dtype | bool) -> None:
+    """Change an argument of an operator, how a compiler lays it out, and what the operator returns then. Optional ones
+    before it get their defaults."""
     assert isinstance(norm.target, OpOverload)
+    place = _names(norm).index(place) if isinstance(place, str) else place
+    defaults = [argument.default_value for argument in norm.target._schema.arguments[len(norm.args) : place + 1]]
+    norm.args = (*norm.args, *defaults)
     norm.update_arg(place, given)
     if "eager_input_vals" in norm.meta:
         values, named = norm.meta["eager_input_vals"]
         value = given.meta["val"] if isinstance(given, torch.fx.Node) else given
-        norm.meta["eager_input_vals"] = (*values[:place], value, *values[place + 1 :]), named
+        norm.meta["eager_input_vals"] = (*(*values, *defaults)[:place], value, *values[place + 1 :]), named
     norm.meta["val"] = norm.target(*map_arg(norm.args, lambda node: node.meta["val"]))
     for result in norm.users:
         which = result.args[1]
         assert isinstance(which, int)
         _set_value(result, norm.meta["val"][which])
+
+
+def _names(call: torch.fx.Node) -> list[str]:
+    """The names of an operator's arguments."""
+    assert isinstance(call.target, OpOverload)
+    return [argument.name for argument in call.target._schema.arguments]
 
 
 def _erase(node: torch.fx.Node) -> None:
@@ -373,14 +412,12 @@ def _erase(node: torch.fx.Node) -> None:
 
 def _sum_over_rows(norm: torch.fx.Node) -> None:
     """Let LayerNorm's backward add up the rows of the gradient that it makes, where something does."""
-    assert isinstance(norm.target, OpOverload)
     results = {result.args[1]: result for result in norm.users}
     splits = [*results[1].users] if 1 in results else []
     total = _rows_summed(results[0]) if 0 in results else None
     # Behind the gradients of its weight and its bias there is room for another: what splits them gives one more.
     apart = len(splits) == 1 and splits[0].target is torch.ops.aten.split.Tensor
-    place = len(norm.args)
-    takes = any(argument.name == "of_rows" for argument in norm.target._schema.arguments[place:])
+    takes = "of_rows" in _names(norm)[len(norm.args) :]
     if total is None or not apart or not takes or not _together(total, norm):
         return
     width, value, sums = splits[0].args[1], total.meta["val"], results[1].meta["val"]
@@ -388,8 +425,7 @@ def _sum_over_rows(norm: torch.fx.Node) -> None:
     exact = value.is_floating_point() and torch.promote_types(value.dtype, sums.dtype) == sums.dtype
     if not isinstance(width, int) or value.numel() != width or not exact:
         return
-    norm.args = (*norm.args, True)
-    give(norm, place, True)
+    give(norm, "of_rows", True)
     splits[0].meta["val"] = results[1].meta["val"].split(width)
     aten, made = torch.ops.aten, norm
     for target, *args in (
@@ -446,19 +482,18 @@ def _casts_beside(norm: torch.fx.Node, is_forward: bool) -> None:
 def _write_narrow(norm: torch.fx.Node, result: torch.fx.Node) -> None:
     """Let a norm write in 16 bits what all its readers cast to them. Where others read a gradient in fp32, RMSNorm's
     backward writes that of the branch beside it."""
-    assert isinstance(norm.target, OpOverload)
     casts, alone = _casts_of(result)
     dtypes = {cast.meta["val"].dtype for cast in casts}
-    names = [argument.name for argument in norm.target._schema.arguments]
+    names = _names(norm)
     branch = names.index("branch_dtype") if "branch_dtype" in names else None
     of_a_branch = branch is not None and norm.args[branch] is not None
     if len(dtypes) != 1 or of_a_branch or not all(_together(cast, result) for cast in casts):
         return
     narrow = result
     if alone:
-        give(norm, names.index("dtype"), *dtypes)
+        give(norm, "dtype", *dtypes)
     elif branch is not None and all(each.args[1] != 1 for each in norm.users):
-        give(norm, branch, *dtypes)
+        give(norm, "branch_dtype", *dtypes)
         with norm.graph.inserting_after(norm):
             narrow = norm.graph.call_function(operator.getitem, (norm, 1))
         narrow.meta = dict(casts[0].meta)

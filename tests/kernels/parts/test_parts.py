@@ -96,6 +96,11 @@ def test_layer_norm_is_pytorchs(sizes: tuple[int, ...], dtype: torch.dtype, bias
     apart = torch.ops.stepscope.layer_norm_backward(dy, None, total, weight, means, roots, dtype, biased)
     summed = torch.ops.stepscope.layer_norm_backward(dy, dtotal, total, weight, means, roots, dtype, biased)
     assert torch.equal(apart[1], summed[1])
+    added = torch.ops.stepscope.layer_norm_backward(dy + branch, None, total, weight, means, roots, dtype, biased)
+    given = torch.ops.stepscope.layer_norm_backward(dy, None, total, weight, means, roots, dtype, biased, branch)
+    tolerance = 6 * unit if dtype == torch.bfloat16 and DEVICE.type == "cpu" else 0.0
+    for ours, right in zip(given, added, strict=True):
+        assert float((ours - right).double().norm()) <= tolerance * float(right.double().norm())
     assert float((summed[0] - apart[0] - dtotal).double().norm()) <= 6 * unit * float(summed[0].double().norm())
 
 

@@ -534,7 +534,7 @@ def test_layer_norms_add_up_the_gradients_of_the_biases_before_them(shape: tuple
 
     def summed(graphs: list[torch.fx.Graph]) -> tuple[int, int]:
         targets = [(str(node.target), node.args) for graph in graphs for node in graph.nodes]
-        of_rows = sum("layer_norm_backward" in name and len(args) == 9 for name, args in targets)
+        of_rows = sum("layer_norm_backward" in name and args[9:] == (True,) for name, args in targets)
         return of_rows, sum("aten.sum" in name for name, _ in targets)
 
     assert summed(apart.graphs) == (0, 2) and summed(joint.graphs) == (2, 0)
@@ -553,6 +553,113 @@ def test_a_bias_gets_no_coarser_gradient_than_its_own_dtype() -> None:
     torch._dynamo.reset()
     found = gradients(Joint().compile(before_a_coarse_norm), *inputs)
     torch.testing.assert_close(found, known, rtol=1e-5, atol=1e-5)
+
+
+# Sums of two gradients of a norm's output.
+
+
+def of_post_norms(x: Tensor, by: Tensor, *weights: Tensor) -> Tensor:
+    """As BERT's: the stream is a norm's output. The second norm adds up the gradient of the first layer's bias, too,
+    and both leave shares."""
+    for weight, its_bias, bias in (weights[:3], weights[3:]):
+        x = layer_norm(x, weight, its_bias, 1e-5)
+        x = x + F.linear(x, by, bias)
+    return x
+
+
+def of_post_norms_without_bias(x: Tensor, by: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Of both norms one gradient has fp16 and the other fp32: of the first the former comes first."""
+    y = layer_norm(x, first, None, 1e-5).view(-1, M)
+    y = layer_norm(y @ by + (y.half() @ by.half()), last, None, 1e-5)
+    return y + (y.half() @ by.half())
+
+
+def of_dropped_layers(x: Tensor, by: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    for weight in (first, last):
+        x = layer_norm(x, weight, None, 1e-5)
+        x = x + F.dropout(x @ by, 0.5)
+    return x
+
+
+def of_a_sum_read_twice(x: Tensor, by: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """It is the gradient of a bias behind the norm, too."""
+    y = layer_norm(x, weight, None, 1e-5) + bias
+    return y + y @ by
+
+
+def of_a_sum_read_for_both(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """It is the norm's gradient, and that which is added to the one of the norm's input."""
+    y = x @ by
+    y = y + layer_norm(y, weight, None, 1e-5)
+    return y + y @ by
+
+
+def of_what_is_made_for_the_sum(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    y = layer_norm(x, weight, None, 1e-5)
+    return y.sin() + y @ by
+
+
+def of_parts_of_rows(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    y = layer_norm(x, weight, None, 1e-5).view(-1, M // 2)
+    return y + y @ by[: M // 2, : M // 2]
+
+
+def of_columns(x: Tensor, by: Tensor, weight: Tensor) -> Tensor:
+    """One of both gradients lies in columns."""
+    y = layer_norm(x, weight, None, 1e-5).view(-1, M)
+    return y + (by @ y.mT.contiguous()).mT
+
+
+HALF = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "given"),
+    [
+        (of_post_norms, torch.float32, [(True, True), (False, True)]),
+        (of_post_norms, HALF, [(True, True), (False, True)]),
+        (of_post_norms, torch.float64, []),
+        (of_post_norms_without_bias, torch.float32, [(False, True)] * 2),
+        (of_dropped_layers, HALF, [(False, True)] * 2),
+        (of_a_sum_read_twice, torch.float32, []),
+        (of_a_sum_read_for_both, torch.float32, []),
+        (of_what_is_made_for_the_sum, torch.float32, []),
+        (of_parts_of_rows, torch.float32, []),
+        (of_columns, torch.float32, []),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_layer_norms_add_the_two_gradients_of_their_outputs(
+    function: Callable[..., Tensor],
+    dtype: torch.dtype,
+    given: list[tuple[bool, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bit for bit as a sum of its own adds them. given: whether each norm that adds them adds up rows of dx, too, and
+    whether it leaves shares."""
+    torch.manual_seed(0)
+    sizes = (2, 3, M), (M, M), *[(M,)] * (6 if function is of_post_norms else function.__code__.co_argcount - 2)
+    inputs = [torch.randn(*size, device=DEVICE, dtype=dtype) for size in sizes]
+
+    def numbers() -> tuple[list[Tensor], list[tuple[Any, ...]], int]:
+        """The gradients, the options of norms that add two, and how many sums are beside them."""
+        nodes: list[tuple[str, tuple[Any, ...]]] = []
+
+        def change(graph: torch.fx.Graph) -> None:
+            _both_passes(graph)
+            nodes.extend((str(node.target), node.args) for node in graph.nodes)
+
+        torch._dynamo.reset()
+        found = gradients(Joint(change=change).compile(function), *inputs)
+        of_norms = [args[8:] for name, args in nodes if "layer_norm_backward" in name]
+        adding = [options[1:] for options in of_norms if options and options[0] is not None]
+        return found, adding, sum(name == "aten.add.Tensor" for name, _ in nodes)
+
+    found, of_norms, left = numbers()
+    monkeypatch.setattr(operators, "_sum_before_backward", lambda norm: None)
+    known, none, every = numbers()
+    assert (of_norms, none, left) == (given, [], every - len(given))
+    assert all(map(torch.equal, found, known))
 
 
 # Sums of a whole backward in one launch.
@@ -625,14 +732,14 @@ def test_sums_that_only_the_optimizer_reads_are_added_up_together(dynamic: bool)
     assert _shares_in(joint.graphs[0]) == (([], 0) if dynamic else ([3], 3))
 
 
+def _both_passes(graph: torch.fx.Graph) -> None:
+    operators.sums_into_norms(graph)
+    shares_together(graph)
+
+
 def _by_both_passes(function: Any, inputs: list[Tensor], tolerance: float) -> tuple[list[Tensor], torch.fx.Graph]:
     """Its result and gradients behind the passes of norms and of shares, held against those without, and the graph."""
-
-    def both(graph: torch.fx.Graph) -> None:
-        operators.sums_into_norms(graph)
-        shares_together(graph)
-
-    apart, joint = Joint(apart=True), Joint(change=both)
+    apart, joint = Joint(apart=True), Joint(change=_both_passes)
     known = gradients(apart.compile(function), *inputs)
     torch._dynamo.reset()
     found = gradients(joint.compile(function), *inputs)
@@ -765,7 +872,7 @@ def test_operators_leave_shares_of_what_they_would_add_up(dtype: torch.dtype) ->
     roots, ops = torch.rand(3, 5, device=DEVICE, dtype=dtype), torch.ops.stepscope
     for operator_, *arguments in (
         (ops.rms_norm_backward, dy, None, x, weight, roots, dtype, None),
-        (ops.layer_norm_backward, dy, dy, x, weight, roots - 1, roots, dtype, True, True),
+        (ops.layer_norm_backward, dy, dy, x, weight, roots - 1, roots, dtype, True, dy, True),
         (ops.biased_gelu_backward, dy, x, bias, True, True),
     ):
         *known, sums = operator_(*arguments)

@@ -22,7 +22,7 @@ LayerNorm takes the mean m of a row from it first: with n = (x - m) r and r of x
     dx = r (g - mean(g) - n mean(g n))        db = sum over rows of dy
 
 Its kernels take several short rows at a time, since the sums of a row wait for all its threads. A compiler that finds
-the residual sum before it, or its gradient behind it, hands them to the operators (operators.py).
+the residual sum before it, its gradient behind it, or dy as a sum of two hands them to the operators (operators.py).
 
     fill_sums(x, out)       out = the sum of x (R, N) over its rows
 
@@ -224,11 +224,12 @@ def layer_norm_forward(
 
 @triton.jit
 def layer_norm_backward(
-    dy, dtotal, x, weight, means, roots, dx, shares, dy_stride, dtotal_stride, x_stride, rows, width, steps,
-    HAS_TOTAL: tl.constexpr, BIASED: tl.constexpr, SUMMED: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    dy, more, dtotal, x, weight, means, roots, dx, shares, dy_stride, more_stride, dtotal_stride, x_stride, rows, width,
+    steps, HAS_MORE: tl.constexpr, HAS_TOTAL: tl.constexpr, BIASED: tl.constexpr, SUMMED: tl.constexpr,
+    WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """A program's shares are a row: of dw, of db behind it, and if SUMMED of dx over its rows behind that."""
+    """A program's shares are a row: of dw, of db behind it, and if SUMMED of dx over its rows behind that. HAS_MORE:
+    whether the gradient is dy + more, which is rounded to dy's dtype, as it was where it lay in memory."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     within = column < width
@@ -244,6 +245,9 @@ def layer_norm_backward(
         normal = tl.load(x + row[:, None] * x_stride + column[None, :], mask=here, other=0.0).to(WIDE)
         normal = tl.where(here, normal - mean, 0.0) * root
         gradient = tl.load(dy + row[:, None] * dy_stride + column[None, :], mask=here, other=0.0).to(WIDE)
+        if HAS_MORE:
+            gradient += tl.load(more + row[:, None] * more_stride + column[None, :], mask=here, other=0.0).to(WIDE)
+            gradient = gradient.to(dy.dtype.element_ty).to(WIDE)
         of_weight += gradient * normal
         if BIASED:
             of_bias += gradient
@@ -493,9 +497,9 @@ def _tile(x: Tensor, numbers: int) -> dict[str, Any]:
     return {"WIDE": wide(x.dtype), "ROWS": rows, "BLOCK": block, "num_warps": max(4, min(16, rows * block // 1024))}
 
 
-def _stages(tile: Mapping[str, Any], itemsize: int) -> int:
-    """How many tiles of dy, x and the gradient of the sum a program of backward loads at a time."""
-    return 3 if 2 * 3 * tile["ROWS"] * tile["BLOCK"] * itemsize <= _AHEAD_BYTES else 1
+def _stages(tile: Mapping[str, Any], itemsize: int, tensors: int) -> int:
+    """How many tiles of so many tensors a program of backward loads at a time."""
+    return 3 if 2 * tensors * tile["ROWS"] * tile["BLOCK"] * itemsize <= _AHEAD_BYTES else 1
 
 
 def _layer_forward(
@@ -525,23 +529,25 @@ def _fake_layer_forward(
 
 def _layer_backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, means: Tensor, roots: Tensor, dtype: torch.dtype,
-    of_bias: bool, of_rows: bool = False, apart: bool = False,
+    of_bias: bool, more: Tensor | None = None, of_rows: bool = False, apart: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradients of x and of the weight, and behind the latter that of the bias and the sum of the former over its
-    rows, if they are asked for; of all that is behind dx the shares, if they are left apart."""
-    dx, sums = _layer_gradients(dy, dtotal, x, weight, means, roots, dtype, of_bias, of_rows, apart)
+    rows, if they are asked for; of all that is behind dx the shares, if they are left apart. more: what is added to dy,
+    in dy's dtype."""
+    dx, sums = _layer_gradients(dy, dtotal, x, weight, means, roots, dtype, of_bias, more, of_rows, apart)
     if not x.numel():
         return dx, sums.zero_()
     values, gradients, tile = _rows(x), _rows(dy), _tile(x, _TILE)
-    totals = gradients if dtotal is None else _rows(dtotal)
+    totals, others = (gradients if each is None else _rows(each) for each in (dtotal, more))
+    stages = _stages(tile, x.element_size(), 2 + (dtotal is not None) + (more is not None))
     count, width = values.shape
     programs = _layer_programs(x)
     shares = sums if apart else _shares_of(x, programs, len(sums))
     launch_at(
         x, layer_norm_backward, (programs,),
-        gradients, totals, values, weight.contiguous(), means, roots, dx, shares, gradients.stride(0),
-        totals.stride(0), values.stride(0), count, width, tiles_of(count, programs * tile["ROWS"]),
-        HAS_TOTAL=dtotal is not None, BIASED=of_bias, SUMMED=of_rows, STAGES=_stages(tile, x.element_size()), **tile,
+        gradients, others, totals, values, weight.contiguous(), means, roots, dx, shares, gradients.stride(0),
+        others.stride(0), totals.stride(0), values.stride(0), count, width, tiles_of(count, programs * tile["ROWS"]),
+        HAS_MORE=more is not None, HAS_TOTAL=dtotal is not None, BIASED=of_bias, SUMMED=of_rows, STAGES=stages, **tile,
     )  # fmt: skip
     if not apart:
         _fill_sums(shares, sums, programs, *_LAST)
@@ -557,7 +563,7 @@ def _layer_programs(x: Tensor) -> int:
 
 def _layer_gradients(
     _dy: Tensor, _dtotal: Tensor | None, x: Tensor, weight: Tensor, _means: Tensor, _roots: Tensor, dtype: torch.dtype,
-    of_bias: bool, of_rows: bool = False, apart: bool = False,
+    of_bias: bool, _more: Tensor | None = None, of_rows: bool = False, apart: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What backward fills."""
     dx, width = torch.empty(x.shape, dtype=dtype, device=x.device), len(weight) * (1 + of_bias + of_rows)
@@ -574,7 +580,7 @@ define(
 )
 define(
     "layer_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor means, Tensor roots,"
-    " ScalarType dtype, bool of_bias, bool of_rows=False, bool apart=False) -> (Tensor, Tensor)",
+    " ScalarType dtype, bool of_bias, Tensor? more=None, bool of_rows=False, bool apart=False) -> (Tensor, Tensor)",
     _layer_backward,
     _layer_gradients,
 )
@@ -849,10 +855,7 @@ def _leave(result: torch.fx.Node) -> torch.fx.Node:
     """The shares of these sums, which nothing adds up then."""
     source: Any = result.all_input_nodes[0]
     if _is_ours(result):
-        for argument in source.target._schema.arguments[len(source.args) :]:
-            given: Any = argument.name == "apart" or argument.default_value
-            source.args = (*source.args, given)
-            give(source, len(source.args) - 1, given)
+        give(source, "apart", True)
         return result
     with result.graph.inserting_before(result):
         made = result.graph.call_function(torch.ops.stepscope.row_shares.default, (source,))
