@@ -173,6 +173,24 @@ def test_six_products_of_bf16_are_as_good_as_fp32(way: str, sizes: tuple[int, in
         assert_as_good_as_written_out(tensors, **options)
 
 
+@pytest.mark.parametrize("few", [132, 0])
+def test_gradients_of_keys_that_several_heads_read(way: str, few: int, monkeypatch: pytest.MonkeyPatch):
+    """By programs of each head of queries, whose shares are added up, and by programs of a head of keys."""
+    monkeypatch.setattr(flash_launch, "_FEW_PROGRAMS", few)
+    tensors = inputs(q_shape=(2, 6, 37, 16), k_shape=(2, 2, 41, 16))
+    assert (flash_launch.shares_for(tensors[0], tensors[1]) is None) == (few == 0)
+    assert_as_good_as_written_out(tensors, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1000, 4096])
+def test_gradients_of_few_heads_of_keys_on_a_gpu(length: int):
+    """By the kernels in Triton, and by those for Hopper, which get keys for each head of queries."""
+    tensors = inputs(q_shape=(1, 8, length, 64), k_shape=(1, 2, length, 64), dtype=torch.bfloat16)
+    assert flash_launch.shares_for(tensors[0], tensors[1]) is not None
+    assert_as_good_as_written_out(tensors, causal=True)
+
+
 def columns_of_rows(tensors: list[Tensor]) -> list[Tensor]:
     """q, k and v as the columns of one product's rows."""
     rows = torch.cat([t.transpose(1, 2).flatten(2) for t in tensors], -1)
@@ -569,7 +587,7 @@ def test_the_kernels_are_known_as_attention_by_their_names():
     kernels = {
         name for name, value in vars(flash_launch).items() if hasattr(value, "fn") and hasattr(value, "arg_names")
     }
-    assert len(kernels) == 10
+    assert len(kernels) == 11
     assert {classify(name) for name in kernels} == {"attention (fused)"}
 
 

@@ -52,7 +52,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     "way",
     [
         "hopper", "hopper, grouped and strided", "hopper, side by side", "pointers, side by side", "pointers",
-        "descriptors", "joint",
+        "descriptors", "joint", "joint, by shares", "pointers, by shares, side by side",
     ],
 )  # fmt: skip
 def test_kernels_get_what_triton_gives_them(found: dict[str, Any], way: str):

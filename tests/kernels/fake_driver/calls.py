@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.kernels import native
 from stepscope.kernels.flash import attention, recorded_launches, tuning_cache
+from stepscope.kernels.flash import launch as flash_launch
 from stepscope.kernels.flash.attention import flash_attention
 from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
@@ -430,12 +431,18 @@ def main(folder: str) -> None:
         "pointers": (way("apart"), Call()),
         "descriptors": (way("apart", tma=True), Call()),
         "joint": (way("joint"), Call()),
+        "joint, by shares": (way("joint"), Call(4, 2, strided=True)),
+        "pointers, by shares, side by side": (way("apart"), Call(4, 2, strided=True, side_by_side=True)),
     }
     found: dict[str, Any] = {"parts": {name: same_part(fake, *each) for name, each in parts().items()}}
     found |= {
         "unused": {f"{name} {at}": one_used(fake, name, at) for name in ("norm with its sum", "rope") for at in (0, 1)}
     }
-    found |= {"same": {name: same(fake, *each) for name, each in chosen.items()}}
+    few, found["same"] = flash_launch._FEW_PROGRAMS, {}
+    for name, each in chosen.items():
+        flash_launch._FEW_PROGRAMS = few if "shares" in name else 0
+        found["same"][name] = same(fake, *each)
+    flash_launch._FEW_PROGRAMS = few
     forward, backward = way("apart", hopper=True)
     with tuning_cache.forced(forward=forward, backward=backward):
         found |= {"backward in C++": backward_in_cpp(Call()), "promises": promises(fake, Call())}

@@ -610,13 +610,13 @@ class SymbolicModel:
                 # In 16 bits the kernels for Hopper (kernels/hopper/launch.py) sum dQ of long sequences in fp32 in
                 # memory. Kernels for other GPUs sum in registers and need less, unless tuning chose `fused`.
                 fp32_sums = size == 2 and head_dim in range(64, 129, 8) and self.workload.seq_len > _HOPPER_SHORT
-                _accumulated = tape.storage(n * 4 if fp32_sums else 0)
-                _of_operands_and_gradient = tape.storage(4 * parts)
+                # Gradients of keys by head of queries, and for those kernels keys and values, too (flash/launch.py).
+                programs = of_keys // (head_dim * self.workload.seq_len) * (self.workload.seq_len // 128)
+                shares = (4 if fp32_sums else 2) * n * size if of_keys < n and programs < _HOPPER_FEW else 0
+                _beside = [tape.storage(each) for each in (n * 4 if fp32_sums else 0, 4 * parts, shares)]
                 return gradients
-            _delta = tape.storage(self.rows * 4)
-            # Gradients of the queries are summed in fp32 over blocks of keys.
-            _accumulated = tape.storage(n * 4 if size != 4 else 0)
-            _of_all_heads = tape.storage(for_all_heads)
+            # The delta of each row, sums of the gradients of queries over blocks of keys in fp32, and of all heads.
+            _beside = [tape.storage(each) for each in (self.rows * 4, n * 4 if size != 4 else 0, for_all_heads)]
             return gradients
 
         _of_operands = tape.storage(3 * parts)
@@ -658,8 +658,8 @@ class SymbolicModel:
         return tape.op("Add", x.elements, size, [x, branch], backward=backward)
 
 
-_HOPPER_SHORT = 1024
-"""The most queries for which backward does not use the kernels for Hopper (kernels/flash/configuration.py)."""
+_HOPPER_SHORT, _HOPPER_FEW = 1024, 132
+"""The most queries for which backward does not use the kernels for Hopper, and how many of its programs are few."""
 _EMBEDDING_SORTS_FROM = 3072
 """The most tokens that the embedding's backward on a GPU does not sort (aten/src/ATen/native/cuda/Embedding.cu)."""
 

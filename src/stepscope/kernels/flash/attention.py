@@ -181,24 +181,26 @@ def _backward(
         q, causal=causal, dropout=seeds is not None, scored=_scored(softcap, slopes, bias)
     )
     dense = _dense(gradient), _dense(q), _dense(k), _dense(v)
+    shares = launch.shares_for(q, k)
     statistics = launch.statistics_for(q, configuration)
     limited = window is not None or bounds is not None
-    sums = launch.sums_for(
-        configuration,
-        statistics,
-        *dense[1:],
-        dense[0],
-        causal=causal,
-        limited=limited,
+    sums_for = functools.partial(
+        launch.sums_for, configuration, statistics, causal=causal, limited=limited,
         in_triton=launch.Scoring(slopes=slopes, bias=bias, seeds=seeds).in_triton,
-    )
+    )  # fmt: skip
+    sums = sums_for(*dense[1:], dense[0])
+    if shares is not None and sums is not None:
+        # The kernel in Gluon has programs of heads of keys alone.
+        dense = (*dense[:2], *(each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in dense[2:]))
+        sums = sums_for(*dense[1:], dense[0])
     precision = tuning.precision_for(q)
     # A tensor that was saved between the passes may have a new layout. The kernels address logsumexp without strides.
     always = (*dense, _dense(out), logsumexp.contiguous(), *targets, statistics)
     parts = launch.parts_for(precision, q, k, v, gradient)
     distances = launch.distances_for(q, k) if of_slopes or (of_bias and bias is not None and bias.dim() == 2) else None
+    of_dk, of_dv = shares or (None, None)
     given = _given(
-        sums=sums, bounds=bounds, slopes=slopes, bias=bias, seeds=seeds, distances=distances,
+        of_dk=of_dk, of_dv=of_dv, sums=sums, bounds=bounds, slopes=slopes, bias=bias, seeds=seeds, distances=distances,
         words=launch.words_for(configuration, q, k, seeds, limited=limited),
         of_bias=of_scores[2] if of_bias and bias is not None and bias.dim() == 4 else None,
         logsumexp_gradient=logsumexp_gradient,
@@ -214,7 +216,7 @@ def _backward(
             scoring=launch.Scoring(
                 softcap, None, found.get("slopes"), found.get("bias"), dropout, found.get("seeds")
             ),
-            words=found.get("words"), launcher=launcher,
+            words=found.get("words"), shares=shares and (found["of_dk"], found["of_dv"]), launcher=launcher,
         )  # fmt: skip
         launch.run_backward(backward, configuration, found.get("logsumexp_gradient"))
         for name in ("distances", "of_bias"):
@@ -235,6 +237,7 @@ def _backward(
         softcap,
         dropout,
         width,
+        shares is None,
         tuning.state(q),
     )
     recorded_launches.run(key, tensors, call)
@@ -242,24 +245,29 @@ def _backward(
         if target is not gradient_of:
             gradient_of.copy_(target)
     arguments = (gradient, q, k, v, out, logsumexp, dq, dk, dv)
-    plain = not (window or softcap or given.keys() - {"sums"} or sinks is not None)
+    plain = not (window or softcap or given.keys() - {"of_dk", "of_dv", "sums"} or sinks is not None)
     if recorded_launches.native.extension() is not None and plain and _as_given(always, *arguments):
         recorded_launches.teach_native(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(),
             key=_forward_key(q, k, v, (causal, scale, window, None, 0.0, (), tuning.state(q))),
             by_python=functools.partial(_by_operator, causal, scale),
-            backward=recorded_launches.Backward(key, gradient, rows, (dq, dk, dv), statistics, sums),
+            backward=recorded_launches.Backward(key, gradient, rows, (dq, dk, dv), statistics, shares or (), sums),
         )  # fmt: skip
     if sinks is not None:
         of_scores[0].copy_(_sinks_gradient(statistics, sinks, q))
     if distances is not None:
         by_distance = launch.by_distance(distances, q.shape[2], k.shape[2])
-        if of_slopes:
-            far = torch.arange(1 - q.shape[2], k.shape[2], device=q.device).abs()
-            of_scores[1].copy_(-(by_distance * far).sum(1))
-        if "of_bias" not in given and of_bias:
-            of_scores[2].copy_(by_distance)
+        _fill_of_distances(of_scores, by_distance, q, k, of_bias=of_bias and "of_bias" not in given)
     return *first, *of_scores
+
+
+def _fill_of_distances(of_scores: tuple[Tensor, ...], by_distance: Tensor, q: Tensor, k: Tensor, of_bias: bool) -> None:
+    """Fill the gradients of the slopes, if there are any, and of a bias of distances, from that of each distance."""
+    if of_scores[1].numel():
+        far = torch.arange(1 - q.shape[2], k.shape[2], device=q.device).abs()
+        of_scores[1].copy_(-(by_distance * far).sum(1))
+    if of_bias:
+        of_scores[2].copy_(by_distance)
 
 
 def _given(**tensors: Tensor | None) -> dict[str, Tensor]:

@@ -193,19 +193,22 @@ def flash_key_gradients(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, FUSED: tl.constexpr,
-    TMA_REDUCE: tl.constexpr,
+    TMA_REDUCE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV: one program per tile of keys, which visits the query heads of its group in order.
 
-    FUSED also adds dQ / scale to DQ (fp32, initially zero) by atomics, through a pointer or, with TMA_REDUCE, a
-    descriptor.
+    SHARED: each query head has programs of its own, and DK and DV its shares. FUSED also adds dQ / scale to DQ (fp32,
+    initially zero) by atomics, through a pointer or, with TMA_REDUCE, a descriptor.
     """
     # Under a causal mask the first keys are seen by the most queries, so the heavy tiles already come first.
     program = tl.program_id(0)
     key_tiles = tl.cdiv(keys, BLOCK_N)
-    batch_head, key_tile = turn_of(program, key_tiles, batches * kv_heads, together, ROWS_FIRST)
-    batch = batch_head // kv_heads
-    kv_head = batch_head % kv_heads
+    VISITED: tl.constexpr = 1 if SHARED else GROUP
+    owners = kv_heads * (GROUP // VISITED)
+    batch_head, key_tile = turn_of(program, key_tiles, batches * owners, together, ROWS_FIRST)
+    batch = batch_head // owners
+    owner = batch_head % owners
+    kv_head = owner // (GROUP // VISITED)
     batch_long = long(batch)
     rows = batches * kv_heads * GROUP
     first_key = key_tile * BLOCK_N
@@ -233,8 +236,8 @@ def flash_key_gradients(
         full_begin = tl.cdiv(end, BLOCK_M) * BLOCK_M
         full_end = full_begin
 
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
+    for member in range(VISITED):
+        head = owner * VISITED + member
         q_offset = batch_long * q_batch + long(head) * q_head
         g_offset = batch_long * g_batch + long(head) * g_head
         dq_offset = batch_long * dq_batch + long(head) * dq_head
@@ -262,11 +265,11 @@ def flash_key_gradients(
     if SEEDS is not None:
         dv *= 1 / chance_kept(dropped)
     store_tile(
-        DV, batch_long * dv_batch + long(kv_head) * dv_head, dv, first_key, keys, dv_row,
+        DV, batch_long * dv_batch + long(owner) * dv_head, dv, first_key, keys, dv_row,
         BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS,
     )  # fmt: skip
     store_tile(
-        DK, batch_long * dk_batch + long(kv_head) * dk_head, dk * scale, first_key, keys, dk_row,
+        DK, batch_long * dk_batch + long(owner) * dk_head, dk * scale, first_key, keys, dk_row,
         BLOCK_N, HEAD_DIM, BLOCK_D, EVEN_KEYS,
     )  # fmt: skip
 
@@ -410,13 +413,13 @@ def flash_joint_gradients(
     BLOCK_M2: tl.constexpr, BLOCK_N2: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     EVEN_QUERIES2: tl.constexpr, EVEN_KEYS2: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
-    ROWS_FIRST: tl.constexpr,
+    ROWS_FIRST: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Compute dK, dV and dQ in one launch; programs over keys come first.
 
     Q2 to GRADIENT2 are descriptors of the tiles that programs over queries load. STATISTICS2 is a pointer.
     """
-    key_programs = tl.cdiv(keys, BLOCK_N) * batches * kv_heads
+    key_programs = tl.cdiv(keys, BLOCK_N) * batches * kv_heads * (GROUP if SHARED else 1)
     if tl.program_id(0) < key_programs:
         flash_key_gradients(
             Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, SLOPES, BIAS, scale, scale_log2, cap, SEEDS, dropped,
@@ -424,7 +427,7 @@ def flash_joint_gradients(
             dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
             bias_batch, bias_head, bias_row,
             batches, kv_heads, queries, keys, window, padded, together, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-            CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, ROWS_FIRST, False, False,
+            CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, ROWS_FIRST, False, False, SHARED,
         )  # fmt: skip
     else:
         flash_query_gradients(
@@ -628,3 +631,61 @@ def flash_finish_keys(
             DV, batch * dv_batch + head * dv_head, total, first_key + row, keys, dv_row,
             BLOCK_ROWS, HEAD_DIM, BLOCK_D, False,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["keys", "kv_heads"])
+def flash_add_shares(
+    OF_DK, OF_DV, DK, DV, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, keys,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Add up what the query heads of a group left of dK (axis 2 is 0) and dV (1): shares (B, H, T, D), contiguous.
+    Axis 0: BLOCK_ROWS keys each; axis 1: a head of keys."""
+    first = tl.program_id(0) * BLOCK_ROWS
+    batch_head = tl.program_id(1)
+    if tl.program_id(2) == 0:
+        _add_shares(
+            OF_DK,
+            DK,
+            dk_batch,
+            dk_head,
+            dk_row,
+            batch_head,
+            first,
+            kv_heads,
+            keys,
+            GROUP,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_ROWS,
+        )
+    else:
+        _add_shares(
+            OF_DV,
+            DV,
+            dv_batch,
+            dv_head,
+            dv_row,
+            batch_head,
+            first,
+            kv_heads,
+            keys,
+            GROUP,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_ROWS,
+        )
+
+
+@triton.jit
+def _add_shares(
+    SHARES, TARGET, batch_step, head_step, row_step, batch_head, first, kv_heads, keys,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
+    for member in range(GROUP):
+        place = (long(batch_head) * GROUP + member) * keys * HEAD_DIM
+        total += load_tile(SHARES, place, 0, 0, first, keys, HEAD_DIM, BLOCK_ROWS, HEAD_DIM, BLOCK_D, False, False).to(
+            tl.float32
+        )
+    place = long(batch_head // kv_heads) * batch_step + long(batch_head % kv_heads) * head_step
+    store_tile(TARGET, place, total, first, keys, row_step, BLOCK_ROWS, HEAD_DIM, BLOCK_D, False)

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.kernels.flash.backward import (
+    flash_add_shares,
     flash_bias_gradients,
     flash_finish_keys,
     flash_finish_queries,
@@ -97,6 +98,11 @@ _PREPROCESS_ROWS = 64
 _SPLIT_ROWS = 32
 _DRAWN_QUERIES, _DRAWN_GROUPS = 256, 4
 """The queries, and groups of 32 keys, of a program that draws."""
+_KEYS_OF_A_PROGRAM, _FEW_PROGRAMS = 128, 132
+"""A program of backward takes so many keys of a head of keys, with all its queries one after another. Where that makes
+fewer programs than an H200 has multiprocessors, each head of queries has programs of its own: Qwen2's backward has 32
+of a batch of 2 x 1,024, and took 6 times as long as its forward."""
+_ADDED_ROWS = 32
 _MOST_WORDS = 1 << 24
 """The most words of 32 bits that are drawn before a backward pass: 64 MiB."""
 _NUMBERS_TOGETHER = 1 << 22
@@ -324,6 +330,15 @@ def by_distance(found: Tensor, queries: int, keys: int) -> Tensor:
     return line.view(heads, -1)[:, first : first + queries + keys - 1]
 
 
+def shares_for(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Buffers for dK and dV by head of queries, (B, H, T, D), where heads of keys alone would make few programs."""
+    batches, kv_heads, keys, head_dim = k.shape
+    if q.shape[1] == kv_heads or batches * kv_heads * (keys // _KEYS_OF_A_PROGRAM) >= _FEW_PROGRAMS:
+        return None
+    shape = batches, q.shape[1], keys, head_dim
+    return k.new_empty(shape), k.new_empty(shape)
+
+
 class Backward:
     """One backward pass: its tensors, and a method to launch each kernel that it may need."""
 
@@ -332,16 +347,18 @@ class Backward:
         dq: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor,
         *, causal: bool, scale: float, window: int | None, precision: Precision, tma: bool, rows_first: bool = True,
         parts: tuple[Tensor, ...] = (), sums: Tensor | None = None, bounds: Tensor | None = None,
-        scoring: Scoring = PLAIN, words: Tensor | None = None, launcher: Launcher = launch,
+        scoring: Scoring = PLAIN, words: Tensor | None = None, shares: tuple[Tensor, Tensor] | None = None,
+        launcher: Launcher = launch,
     ) -> None:  # fmt: skip
         """Hold the tensors without a launch.
 
-        The kernels fill dq, dk, dv and the statistics (`statistics_for`). `split` fills the parts (`parts_for` q, k, v
-        and the gradient, made here if absent). `draw` fills the words (`words_for`). `hopper` fills the sums
-        (`sums_for`).
+        The kernels fill dq, dk, dv and the statistics (`statistics_for`); where there are shares (`shares_for`) these
+        in place of dk and dv, which `add_shares` fills. `split` fills the parts (`parts_for` q, k, v and the gradient,
+        made here if absent). `draw` fills the words (`words_for`). `hopper` fills the sums (`sums_for`).
         """
         self.gradient, self.q, self.k, self.v, self.out, self.logsumexp = gradient, q, k, v, out, logsumexp
-        self.dq, self.dk, self.dv = dq, dk, dv
+        self.dq, self.dk, self.dv = dq, *(shares or (dk, dv))
+        self.shares, self._results = shares, (dk, dv)
         self.sums = sums
         self._limits = {"window": window, "bounds": bounds, "softcap": scoring.softcap}
         self._added = (bounds, scoring.slopes, scoring.bias)
@@ -356,6 +373,7 @@ class Backward:
         self.causal = causal
         self.batches, self.heads, self.queries, self.head_dim = q.shape
         self.kv_heads, self.keys = k.shape[1], k.shape[2]
+        self._owners, self._shared = self.dk.shape[1], self.dk.shape[1] != k.shape[1]
         self.block_d = block_d_of(self.head_dim)
         self._operands_of = q, k, v, gradient
         if splits(precision):
@@ -414,12 +432,12 @@ class Backward:
         tma_reduce = tma_reduce and fused and self.tma and describable(sums) and not interpreted()
         target = _described(sums, tiles.block_m, self.block_d) if tma_reduce else sums
         return self.launch(
-            flash_key_gradients, (tiles_of(self.keys, tiles.block_n) * self.batches * self.kv_heads,),
+            flash_key_gradients, (tiles_of(self.keys, tiles.block_n) * self.batches * self._owners,),
             *self._operands(tiles), target, self.dk, self.dv, self._statistics(tiles),
             *self._scores, *self._inputs,
             *sums.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._bias_strides, *self._sizes,
             *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading, self.rows_first, fused, tma_reduce,
-            **_options(tiles),
+            self._shared, **_options(tiles),
         )  # fmt: skip
 
     def finish(self, sums: Tensor, padded: int) -> object:
@@ -441,6 +459,19 @@ class Backward:
             num_warps=4,
         )  # fmt: skip
 
+    def add_shares(self) -> None:
+        """Fill dK and dV with the sums of their shares, if there are any, over the query heads of each group."""
+        if self.shares is None:
+            return
+        dk, dv = self._results
+        batches, kv_heads, keys, _ = dk.shape
+        self.launch(
+            flash_add_shares, (tiles_of(keys, _ADDED_ROWS), batches * kv_heads, 2),
+            *self.shares, dk, dv, *dk.stride()[:3], *dv.stride()[:3], kv_heads, keys,
+            self.heads // kv_heads, self.head_dim, self.block_d, _ADDED_ROWS,
+            num_warps=4,
+        )  # fmt: skip
+
     def over_queries(self, tiles: Tiles, *, prepare: bool = False, logsumexp_gradient: Tensor | None = None) -> object:
         """Fill dQ and, with `prepare`, the row statistics, instead of `preprocess`."""
         rows = self.padded if prepare else self.queries
@@ -459,7 +490,7 @@ class Backward:
 
     def joint(self, keys: Tiles, queries: Tiles) -> object:
         """Fill dK, dV and dQ in one launch."""
-        key_programs = tiles_of(self.keys, keys.block_n) * self.batches * self.kv_heads
+        key_programs = tiles_of(self.keys, keys.block_n) * self.batches * self._owners
         query_programs = tiles_of(self.queries, queries.block_m) * self.batches * self.heads
         return self.launch(
             flash_joint_gradients, (key_programs + query_programs,),
@@ -468,7 +499,7 @@ class Backward:
             *self.dq.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._bias_strides, *self._sizes,
             *self._shape(keys), queries.block_m, queries.block_n, *self._mask,
             *self._even(keys), *self._even(queries), *self._loading, self.rows_first,
-            **_options(keys),
+            self._shared, **_options(keys),
         )  # fmt: skip
 
     def bias(self, target: Tensor, *, distances: bool) -> object:
@@ -542,6 +573,11 @@ def run_backward(
     backward: Backward, configuration: BackwardConfiguration, logsumexp_gradient: Tensor | None = None
 ) -> None:
     """Launch the kernels that the configuration names."""
+    _run_backward(backward, configuration, logsumexp_gradient)
+    backward.add_shares()
+
+
+def _run_backward(backward: Backward, configuration: BackwardConfiguration, logsumexp_gradient: Tensor | None) -> None:
     if backward.sums is not None and configuration.hopper is not None:
         backward.hopper(backward.sums, configuration.hopper, logsumexp_gradient)
         return

@@ -242,6 +242,7 @@ class Backward(NamedTuple):
     """What has the results as its columns, if anything has."""
     gradients: tuple[Tensor, Tensor, Tensor]
     statistics: Tensor
+    shares: tuple[Tensor, ...]
     sums: Tensor | None
 
 
@@ -287,7 +288,7 @@ def teach_native(
 
 
 def _backward_pass(backward: Backward) -> Pass | None:
-    buffers = [backward.statistics, *([] if backward.sums is None else [backward.sums])]
+    buffers = [backward.statistics, *backward.shares, *([] if backward.sums is None else [backward.sums])]
     # Before what backward makes come the gradient and what forward saved: q, k, v, out, logsumexp.
     places, made = [*map(Place, range(6))], [*backward.gradients]
     if backward.rows is None:

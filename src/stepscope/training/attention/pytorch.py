@@ -415,7 +415,7 @@ def _attention_of(
     }
     q, k, v = as_autocast(*call)
     tiles = k.shape[0] * k.shape[1] * (k.shape[2] // _KEYS_OF_A_PROGRAM)
-    if q.is_cuda and tiles < _PROGRAMS and function.__module__ != __name__:
+    if q.is_cuda and tiles < _PROGRAMS and function.__module__ not in (__name__, _FLASH):
         k, v = for_all_heads(q, k, v)
     needed = {name: value for name, value in options.items() if value is not None}
     return function(q, k, v, causal=mask.causal, scale=more.get("scaling"), **needed)
@@ -423,8 +423,9 @@ def _attention_of(
 
 _KEYS_OF_A_PROGRAM, _PROGRAMS = 128, 132
 """Backward of kernels has a program for so many keys of a head of keys, which takes all its queries one after another.
-Where that makes fewer programs than an H200 has multiprocessors, each head of queries gets keys of its own: Qwen2's
-backward has 32 programs of a batch of 2 x 1,024, and took 6 times as long as its forward."""
+Where that makes fewer programs than an H200 has multiprocessors, each head of queries gets keys of its own."""
+_FLASH = "stepscope.kernels.flash.attention"
+"""Its backward has programs for heads of queries then (kernels/flash/launch.py)."""
 _EAGER: dict[type, Callable[..., Any]] = {}
 """By class of a module, its own attention written out: found before a compiler traces the call."""
 
