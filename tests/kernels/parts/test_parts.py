@@ -297,6 +297,7 @@ def test_rows_of_many_blocks(
 ):
     """Targets at both ends of a row, in blocks that stay in registers, and in others; with pieces, too."""
     monkeypatch.setattr(of_loss, "takes_groups", lambda _: True)
+    monkeypatch.setattr(of_loss, "_LENGTHENED", (256, 8))  # else a head of 8 columns has 12,576 programs
     leaves = [normal(6, 8, dtype=dtype), normal(vocabulary, 8, dtype=dtype)]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     targets = torch.tensor([0, vocabulary - 1, -100, 7_000, vocabulary // 2, vocabulary - 2_000], device=DEVICE)
