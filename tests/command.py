@@ -25,6 +25,7 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
+from tests.frames import with_room
 from tests.interpreter import quicken
 
 Done = subprocess.CompletedProcess[str]
@@ -167,7 +168,7 @@ def _run(words: list[str]) -> None:
     """Do with these words what Python does, and end. Python's own end would take every module apart, one copied page
     after another: five times what most commands take."""
     try:
-        _begin(words)
+        with_room(lambda: _begin(words))
         code = 0
     except SystemExit as end:
         if not isinstance(end.code, int | None):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
+from _pytest.runner import pytest_runtest_protocol as run_test
 from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 
@@ -23,6 +24,7 @@ from stepscope.core.profilers import find_nsys
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import TextbookWorkload
+from tests.frames import with_room
 from tests.interpreter import quicken
 
 if TYPE_CHECKING:
@@ -121,6 +123,11 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     quicken()
     _set_aside()
+
+
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    # Fixtures and the test, as pytest itself runs them.
+    return with_room(lambda: run_test(item, nextitem))
 
 
 @pytest.hookimpl(wrapper=True)
