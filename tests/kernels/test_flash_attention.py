@@ -212,7 +212,9 @@ def test_gradients_lie_side_by_side_where_q_k_and_v_do(way: str, kv_heads: int):
         place = found[0].data_ptr()
         for got, leaf, name in zip(found, leaves, ("dq", "dk", "dv"), strict=True):
             torch.testing.assert_close(got, right[name], rtol=1e-4, atol=1e-5)
-            assert got.stride() == leaf.stride() and got.data_ptr() == place
+            steps = [step for step, size in zip(got.stride(), got.shape, strict=True) if size > 1]
+            assert steps == [step for step, size in zip(leaf.stride(), got.shape, strict=True) if size > 1]
+            assert got.data_ptr() == place
             place += 4 * got.shape[1] * got.shape[3]
     many = torch.stack([gradient, 2 * gradient])
     out, _ = torch.ops.stepscope.flash_attention_forward(*leaves, True, 0.25, None)
