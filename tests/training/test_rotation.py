@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
-pytest.importorskip("transformers", reason="transformers is not installed")
-
-import transformers
 
 from stepscope.core.errors import InputError
 from stepscope.training.parts.replaced import replace_parts
 from tests.conftest import in_the_interpreter_at_length
 
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
