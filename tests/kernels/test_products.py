@@ -76,7 +76,11 @@ def test_the_bits_are_pytorchs_on_a_gpu(turned: str, dtype: torch.dtype) -> None
     if turned == "right":
         right = right.t().contiguous().t()
     expected = left @ right
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     made = [product(left, right) for _ in range(4)]
+    peak = torch.cuda.max_memory_allocated() - before - 4 * expected.nbytes
+    assert peak < expected.nbytes + (33 << 20), "a trial makes no copy of a result: PyTorch's buffers alone"
     assert all(torch.equal(each, expected) for each in made)
     assert len(products._known) == 1
 

@@ -103,7 +103,7 @@ def _is_chosen(left: Tensor, right: Tensor, out: Tensor) -> bool:
     (rows, terms), columns = left.shape, right.shape[1]
     if not left.is_cuda or left.dtype not in _DTYPES or 2 * rows * terms * columns < _LEAST_FLOPS:
         return False
-    if (left.data_ptr() | right.data_ptr() | out.data_ptr()) % _ALIGNMENT:
+    if (left.data_ptr() | right.data_ptr() | out.data_ptr()) % _ALIGNMENT or columns % 4 or not out.is_contiguous():
         return False
     key = _key(left, right, out)
     if key not in _known:
@@ -166,9 +166,10 @@ def _fastest(left: Tensor, right: Tensor, out: Tensor) -> _Run | None:
 
 
 def _signature(out: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of all bits of each row and column: two results that differ have others, and no copy of one is needed."""
-    bits = out.view(torch.int16)
-    return bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)
+    """Sums of the bits of each row and column: two results that differ have others. No copy of a result is made: four
+    numbers are one of 64 bits, whose sums PyTorch makes as they lie."""
+    words = out.view(torch.int64)
+    return words.sum(0), words.sum(1)
 
 
 def _seconds(run: Callable[[], None], times: int) -> float:
