@@ -936,13 +936,19 @@ def _row(name: str, cell: Mapping[str, Any], rates: Mapping[str, float]) -> tupl
     ratio = times[0] / times[1]
     gap = (times[1] - floor) / (times[0] - floor)
     apart = statistics.fmean(abs(one / other - 1) for one, other in zip(hand["losses"], ours["losses"], strict=True))
-    memory = ", ".join(f"{row.get('peak_bytes', 0) / 2**30:.2f}" for row in (hand, ours))
+    memory = ", ".join(f"{_peak_of(cell, side, str(best[side])) / 2**30:.2f}" for side in SIDES)
     processes = f"{len(finals)} processes a side" if finals else "first round"
     return (
         f"{heads}| {ratio:.3f} ({processes}) | {100 * gap:.0f} % | {memory} | {100 * apart:.2f} % | {best['hand']} "
         f"| {best['ours']} |",
         ratio,
     )
+
+
+def _peak_of(cell: Mapping[str, Any], side: str, way: str) -> int:
+    """The most memory of a way in bytes: of the processes of the finals, if there are any."""
+    rows = [row for row in cell["finals"].get(side, ()) if row["way"] == way and "peak_bytes" in row]
+    return max(row.get("peak_bytes", 0) for row in rows or [cell["first"][side][way]])
 
 
 def main() -> None:
