@@ -99,13 +99,14 @@ def _check_shapes(name: Attention, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_finite(name: Attention, what: str, tensor: Tensor) -> None:
-    bad = int((~tensor.isfinite()).sum().item())
-    if bad:
-        word = "NaN" if tensor.isnan().any() else "infinity"
-        raise InputError(
-            f"attention {name}: {bad} of the {tensor.numel()} numbers of the {what} are not finite, as {word}: "
-            "every output that sees one is NaN"
-        )
+    finite = tensor.isfinite()
+    if finite.all():  # counting takes a copy in 64 bits
+        return
+    word = "NaN" if tensor.isnan().any() else "infinity"
+    raise InputError(
+        f"attention {name}: {int((~finite).sum())} of the {tensor.numel()} numbers of the {what} are not finite, as "
+        f"{word}: every output that sees one is NaN"
+    )
 
 
 def _shape(tensor: Tensor) -> str:
