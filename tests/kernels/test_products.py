@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from stepscope.kernels import products
 from stepscope.kernels.products import product
@@ -119,3 +120,55 @@ def test_cublaslt_lists_other_algorithms() -> None:
     for run in listed:
         run(left, right, out.zero_())
         torch.testing.assert_close(out, left @ right, rtol=2e-2, atol=2.0)
+
+
+def test_an_operator_runs_while_another_thread_compiles() -> None:
+    """PyTorch tells all threads that one of them compiles."""
+    left, right, out = torch.randn(6, 5), torch.randn(5, 4), torch.empty(6, 4)
+    with torch.compiler._compile_session_context():
+        assert torch.equal(torch.ops.stepscope.product(left, right), left @ right)
+        assert product(left, right, out) is out
+    assert torch.equal(out, left @ right)
+
+
+def test_a_compiled_product_is_counted() -> None:
+    with FlopCounterMode(display=False) as counted:
+        torch.ops.stepscope.product(torch.randn(6, 5), torch.randn(5, 4))
+    assert counted.get_total_flops() == 2 * 6 * 5 * 4
+
+
+def test_a_profiler_sees_the_algorithm_that_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_is_chosen", lambda *_: True)
+    left, right = torch.randn(6, 5), torch.randn(5, 4)
+    out = torch.empty(6, 4)
+
+    def run(left: Tensor, right: Tensor, out: Tensor) -> None:
+        out.fill_(7.0)
+
+    products._known[products._key(left, right, out)] = run
+    with torch.profiler.profile() as profiled:
+        product(left, right, out)
+    assert "stepscope::chosen_product" in {event.key for event in profiled.key_averages()}
+    assert torch.equal(out, torch.full((6, 4), 7.0))
+
+
+@pytest.mark.parametrize("number", [0.0, float("nan")])
+def test_a_result_whose_rows_are_alike_tells_nothing(number: float) -> None:
+    right = torch.randn(16, 32).bfloat16()
+    rows = torch.full((64, 16), number, dtype=torch.bfloat16)
+    assert not products._tells(rows @ right)
+    rows[:10] = torch.randn(10, 16)
+    assert products._tells(rows @ right)
+
+
+def test_an_algorithm_that_fails_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = torch.randn(8, 8).bfloat16(), torch.randn(8, 8).bfloat16()
+    out = torch.empty(8, 8, dtype=torch.bfloat16)
+
+    def fails(*_: Tensor) -> None:
+        raise RuntimeError("cuBLASLt: status 15")
+
+    monkeypatch.setattr(products, "_listed", lambda *_: [fails])
+    monkeypatch.setattr(products, "_seconds", lambda *_: 1.0)
+    assert products._fastest(left, right, out) is None
+    assert torch.equal(out, left @ right)

@@ -40,11 +40,15 @@ def watched(*tensors: Tensor) -> bool:
     tensors without data need one. Any other call skips the operator's layers in Python, which take several times as
     long as a launch.
     """
+    return followed(*tensors) or _profiler_enabled()
+
+
+def followed(*tensors: Tensor) -> bool:
+    """Whether the call must be an operator for another reason than a profiler."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > (HERE.watcher is not None)
         or torch._C._are_functorch_transforms_active()
-        or _profiler_enabled()
         or tensors[0].is_meta
     ):
         return True

@@ -8,8 +8,10 @@ and 706 by the sixth (results/h200/own-step/products.txt). PyTorch has no way to
 called here through ctypes, with PyTorch's own handle.
 
 The second call of a shape tries all of them on its operands, and later calls take the fastest of those whose results
-are PyTorch's to the bit: only time changes, and a step repeats its bits whichever was chosen. Small products, other
-dtypes and other devices are PyTorch's, and so is what a CUDA graph captures before its shape was tried.
+are PyTorch's to the bit: only time changes, and a step repeats its bits whichever was chosen. Where most rows of the
+result are alike, as of zeros or NaN, all algorithms have the same bits: the fourth call tries then, the eighth, and so
+on. Small products, other dtypes and other devices are PyTorch's, and so is what a CUDA graph captures, or a profiler
+follows, before its shape was tried.
 """
 
 import ctypes
@@ -22,8 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch.utils.flop_counter import register_flop_formula
 
-from stepscope.kernels.operators import define, watched
+from stepscope.kernels.operators import define, followed
 
 _LEAST_FLOPS = 1 << 34
 """The FLOPs from which a product is tried: some 20 us. None of 60 smaller ones had a faster algorithm."""
@@ -31,6 +35,8 @@ _GAIN = 0.98
 """The share of PyTorch's time that another algorithm must stay below."""
 _TRIED_AT = 2
 """The call of a shape that tries: shapes that come once are not worth it."""
+_LEAST_UNLIKE = 0.125
+"""The share of a result's rows that must be unlike each other: of masked language models 15 % of rows have a target."""
 _MOST_SHAPES = 64
 """How many shapes are tried: where lengths differ from step to step, trials would never end."""
 _TRIED_US = 500.0
@@ -75,12 +81,13 @@ class _Algorithm:
         one, nothing = ctypes.c_float(1), ctypes.c_float(0)
         of_right, of_left, of_out = self.layouts
         places = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (right, left, out, workspace)]
-        status = self.library.cublasLtMatmul(
-            ctypes.c_void_p(torch.cuda.current_blas_handle()), self.matmul, ctypes.byref(one), places[0], of_right,
-            places[1], of_left, ctypes.byref(nothing), places[2], of_out, places[2], of_out,
-            ctypes.byref(self.listed.algorithm), places[3], ctypes.c_size_t(self.listed.workspace),
-            ctypes.c_void_p(torch.cuda.current_stream(left.device).cuda_stream),
-        )  # fmt: skip
+        with torch.cuda.device(left.device):  # which has a handle of its own
+            status = self.library.cublasLtMatmul(
+                ctypes.c_void_p(torch.cuda.current_blas_handle()), self.matmul, ctypes.byref(one), places[0], of_right,
+                places[1], of_left, ctypes.byref(nothing), places[2], of_out, places[2], of_out,
+                ctypes.byref(self.listed.algorithm), places[3], ctypes.c_size_t(self.listed.workspace),
+                ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+            )  # fmt: skip
         if status:
             raise RuntimeError(f"cuBLASLt: status {status} of a product {tuple(left.shape)} x {tuple(right.shape)}")
 
@@ -88,11 +95,16 @@ class _Algorithm:
 def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """left (M, K) right (K, N), of one dtype, in `out` (M, N) or a new tensor. Autocast leaves it alone, and autograd
     does not record it."""
-    if torch.compiler.is_compiling():
+    if out is None and torch.compiler.is_compiling():
         return torch.ops.stepscope.product(left, right)
+    return _made(left, right, out)
+
+
+def _made(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """The product as it runs: another thread may compile meanwhile, of which PyTorch tells all threads."""
     if out is None:
         out = left.new_empty(left.shape[0], right.shape[1])
-    if watched(left, right, out) or not _is_chosen(left, right, out):
+    if followed(left, right, out) or not _is_chosen(left, right, out):
         return torch.mm(left, right, out=out)
     torch.ops.stepscope.chosen_product(left, right, out)
     return out
@@ -107,14 +119,21 @@ def _is_chosen(left: Tensor, right: Tensor, out: Tensor) -> bool:
         return False
     key = _key(left, right, out)
     if key not in _known:
-        if len(_known) == _MOST_SHAPES or torch.cuda.is_current_stream_capturing():
+        if len(_known) >= _MOST_SHAPES or torch.cuda.is_current_stream_capturing() or _profiler_enabled():
             return False
         _calls[key] += 1
-        if _calls[key] < _TRIED_AT:
+        if _calls[key] < _TRIED_AT or _calls[key].bit_count() > 1:
             return False
         with torch.cuda.device(left.device):
+            if not _tells(torch.mm(left, right, out=out)):
+                return False
             _known[key] = _fastest(left, right, out)
     return _known[key] is not None
+
+
+def _tells(out: Tensor) -> bool:
+    """Whether algorithms that differ would show it in a result."""
+    return len(_signature(out)[1].unique()) >= _LEAST_UNLIKE * len(out)
 
 
 _Run = Callable[[Tensor, Tensor, Tensor], None]
@@ -135,11 +154,16 @@ def _run_chosen(*operands: Tensor) -> None:
 
 define(
     "product(Tensor left, Tensor right) -> Tensor",
-    product,
+    _made,
     lambda left, right: left.new_empty(left.shape[0], right.shape[1]),
 )
 # An operator, so that a trace has its shapes.
 define("chosen_product(Tensor left, Tensor right, Tensor(a!) out) -> ()", _run_chosen, lambda *_: None)
+
+
+@register_flop_formula(torch.ops.stepscope.product)
+def _flops(left_shape: Any, right_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return 2 * left_shape[0] * left_shape[1] * right_shape[1]
 
 
 def _fastest(left: Tensor, right: Tensor, out: Tensor) -> _Run | None:
@@ -153,7 +177,10 @@ def _fastest(left: Tensor, right: Tensor, out: Tensor) -> _Run | None:
     runs: list[_Run] = [pytorch]
     for run in _listed(left, right, out):
         out.zero_()
-        run(left, right, out)
+        try:
+            run(left, right, out)
+        except RuntimeError:  # cuBLASLt refuses what it listed, or there is no memory for its workspace
+            continue
         if all(map(torch.equal, _signature(out), bits)):
             runs.append(run)
     first = _seconds(lambda: pytorch(left, right, out), 1)
