@@ -937,7 +937,8 @@ def _row(name: str, cell: Mapping[str, Any], rates: Mapping[str, float]) -> tupl
     gap = (times[1] - floor) / (times[0] - floor)
     apart = statistics.fmean(abs(one / other - 1) for one, other in zip(hand["losses"], ours["losses"], strict=True))
     memory = ", ".join(f"{_peak_of(cell, side, str(best[side])) / 2**30:.2f}" for side in SIDES)
-    processes = f"{len(finals)} processes a side" if finals else "first round"
+    several = "" if len(finals) == 1 else "es"
+    processes = f"{len(finals)} process{several} a side" if finals else "first round"
     return (
         f"{heads}| {ratio:.3f} ({processes}) | {100 * gap:.0f} % | {memory} | {100 * apart:.2f} % | {best['hand']} "
         f"| {best['ours']} |",
