@@ -182,6 +182,13 @@ def test_gradients_of_keys_that_several_heads_read(way: str, few: int, monkeypat
     assert_as_good_as_written_out(tensors, causal=True)
 
 
+def test_heads_of_keys_of_many_short_sequences_are_not_few():
+    """A launch of shares for each could be one of more programs along an axis than CUDA takes."""
+    q, k = (torch.empty(32_768, heads, 64, 16, device="meta") for heads in (4, 2))
+    assert flash_launch.shares_for(q, k) is None
+    assert flash_launch.shares_for(q[:60], k[:60]) is not None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("length", [1000, 4096])
 def test_gradients_of_few_heads_of_keys_on_a_gpu(length: int):

@@ -611,7 +611,7 @@ class SymbolicModel:
                 # memory. Kernels for other GPUs sum in registers and need less, unless tuning chose `fused`.
                 fp32_sums = size == 2 and head_dim in range(64, 129, 8) and self.workload.seq_len > _HOPPER_SHORT
                 # Gradients of keys by head of queries, and for those kernels keys and values, too (flash/launch.py).
-                programs = of_keys // (head_dim * self.workload.seq_len) * (self.workload.seq_len // 128)
+                programs = of_keys // (head_dim * self.workload.seq_len) * -(-self.workload.seq_len // 128)
                 shares = (4 if fp32_sums else 2) * n * size if of_keys < n and programs < _HOPPER_FEW else 0
                 _beside = [tape.storage(each) for each in (n * 4 if fp32_sums else 0, 4 * parts, shares)]
                 return gradients

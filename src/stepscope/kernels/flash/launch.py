@@ -333,7 +333,7 @@ def by_distance(found: Tensor, queries: int, keys: int) -> Tensor:
 def shares_for(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
     """Buffers for dK and dV by head of queries, (B, H, T, D), where heads of keys alone would make few programs."""
     batches, kv_heads, keys, head_dim = k.shape
-    if q.shape[1] == kv_heads or batches * kv_heads * (keys // _KEYS_OF_A_PROGRAM) >= _FEW_PROGRAMS:
+    if q.shape[1] == kv_heads or batches * kv_heads * tiles_of(keys, _KEYS_OF_A_PROGRAM) >= _FEW_PROGRAMS:
         return None
     shape = batches, q.shape[1], keys, head_dim
     return k.new_empty(shape), k.new_empty(shape)

@@ -414,7 +414,7 @@ def _attention_of(
         "sinks": None if sinks is None else sinks.float(),
     }
     q, k, v = as_autocast(*call)
-    tiles = k.shape[0] * k.shape[1] * (k.shape[2] // _KEYS_OF_A_PROGRAM)
+    tiles = k.shape[0] * k.shape[1] * -(-k.shape[2] // _KEYS_OF_A_PROGRAM)
     if q.is_cuda and tiles < _PROGRAMS and function.__module__ not in (__name__, _FLASH):
         k, v = for_all_heads(q, k, v)
     needed = {name: value for name, value in options.items() if value is not None}
