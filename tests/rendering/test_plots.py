@@ -556,3 +556,18 @@ for plot in (lambda: check_target(Path("x.svg")), lambda: draw_svg(Answer(study=
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == 2 * "cannot plot without vl_convert: pip install vl-convert-python\n"
+
+
+def test_a_long_subtitle_stays_inside_its_picture():
+    """In lines of its own, none of which is wider than the picture."""
+    note = "Floor: products at a large one's rate and the optimizer's bytes, one after the other. " * 3
+    panel = Panel(
+        x_title="", y_title="ms", kind="bars", frame=Frame(note=note.strip()),
+        points=tuple(Point(line=line, name="step", y=1.0) for line in ("by hand", "ours")),
+    )  # fmt: skip
+    chart = draw_answer(Answer(study="run", question="Which is faster?", device="NVIDIA H200", panels=(panel,)))
+    lines = chart["title"]["subtitle"]
+    assert " ".join(lines) == f"NVIDIA H200; {note.strip()}"
+    svg = plot_svg(plot_spec(chart))
+    width = float(re.search(r'width="(\d+)"', svg)[1])  # type: ignore[index]
+    assert max(map(len, lines)) * 6.2 < width

@@ -3,6 +3,7 @@
 import itertools
 import math
 import operator
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -595,7 +596,12 @@ def _largest(parts: Iterable[tuple[str, float]]) -> list[str]:
 
 
 def _titled(title: str, subtitle: str) -> Spec:
-    return {"text": printable(title), "subtitle": printable(subtitle)}
+    lines = textwrap.wrap(printable(subtitle), _SUBTITLE_LETTERS)
+    return {"text": printable(title), "subtitle": lines if len(lines) > 1 else "".join(lines)}
+
+
+_SUBTITLE_LETTERS = 104
+"""The letters of a subtitle's line: what 640 pixels, the narrowest charts, have room for."""
 
 
 # Bytes over time as stacked areas, with what ran meanwhile, the peak, and what they are held against.
