@@ -2,8 +2,8 @@
 
     product(left, right)  ->  left (M, K) right (K, N)
 
-cuBLASLt lists up to eight algorithms for a product, and PyTorch takes the first, which it expects to be the fastest. Of
-large products it often is not: on an H200 a vocabulary's logits (2,048 x 151,936 of 896 terms) took 765 us by the first
+cuBLASLt lists up to eight algorithms for a product, and PyTorch's is the one that cuBLAS expects to be the fastest. Of
+large products it often is not: on an H200 a vocabulary's logits (2,048 x 151,936 of 896 terms) took 765 us by PyTorch's
 and 706 by the sixth (results/h200/own-step/products.txt). PyTorch has no way to ask for another one, so its library is
 called here through ctypes, with PyTorch's own handle.
 
@@ -39,6 +39,8 @@ _LEAST_UNLIKE = 0.125
 """The share of a result's rows that must be unlike each other: of masked language models 15 % of rows have a target."""
 _MOST_SHAPES = 64
 """How many shapes are tried: where lengths differ from step to step, trials would never end."""
+_MOST_COUNTED = 4096
+"""How many shapes are counted that were not tried."""
 _TRIED_US = 500.0
 """For how long an algorithm runs in each of two rounds."""
 _WORKSPACE = 32 << 20
@@ -119,7 +121,8 @@ def _is_chosen(left: Tensor, right: Tensor, out: Tensor) -> bool:
         return False
     key = _key(left, right, out)
     if key not in _known:
-        if len(_known) >= _MOST_SHAPES or torch.cuda.is_current_stream_capturing() or _profiler_enabled():
+        full = len(_known) >= _MOST_SHAPES or len(_calls) >= _MOST_COUNTED
+        if full or torch.cuda.is_current_stream_capturing() or _profiler_enabled():
             return False
         _calls[key] += 1
         if _calls[key] < _TRIED_AT or _calls[key].bit_count() > 1:
@@ -143,7 +146,13 @@ _known: dict[object, _Run | None] = {}
 
 
 def _key(*operands: Tensor) -> object:
-    return operands[0].device, operands[0].dtype, *((operand.shape, operand.stride()) for operand in operands)
+    rules = torch.backends.cuda.matmul  # by which PyTorch chooses, too
+    flags = (
+        rules.allow_bf16_reduced_precision_reduction,
+        rules.allow_fp16_reduced_precision_reduction,
+        rules.allow_fp16_accumulation,
+    )
+    return operands[0].device, operands[0].dtype, flags, *((each.shape, each.stride()) for each in operands)
 
 
 def _run_chosen(*operands: Tensor) -> None:
