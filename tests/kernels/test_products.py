@@ -1,5 +1,7 @@
 """Products by other algorithms of cuBLASLt than PyTorch's: the same bits, whatever is chosen."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -52,9 +54,9 @@ def test_the_fastest_with_the_same_bits_is_taken(monkeypatch: pytest.MonkeyPatch
     slower, faster, wrong = other("slower"), other("faster"), other("wrong", off=True)
     took = {"": 1.0, "slower": 1.2, "faster": 0.9, "wrong": 0.5}
 
-    def seconds(run: object, _times: int) -> float:
+    def seconds(run: Callable[[], None], _times: int) -> float:
         ran.clear()
-        run()  # type: ignore[operator]
+        run()
         return took[ran[0] if ran else ""]
 
     monkeypatch.setattr(products, "_listed", lambda *_: [wrong, slower, faster])

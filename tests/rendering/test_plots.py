@@ -569,5 +569,5 @@ def test_a_long_subtitle_stays_inside_its_picture():
     lines = chart["title"]["subtitle"]
     assert " ".join(lines) == f"NVIDIA H200; {note.strip()}"
     svg = plot_svg(plot_spec(chart))
-    width = float(re.search(r'width="(\d+)"', svg)[1])  # type: ignore[index]
-    assert max(map(len, lines)) * 6.2 < width
+    (width,) = re.findall(r'width="(\d+)"', svg)[:1]
+    assert max(map(len, lines)) * 6.2 < float(width)
