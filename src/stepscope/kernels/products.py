@@ -75,7 +75,7 @@ class _Algorithm:
     library: Any
     matmul: ctypes.c_void_p
     layouts: tuple[Any, ...]
-    """Of the right factor, the left one, and the result."""
+    """How the right factor, the left one and the result lie."""
     listed: _Listed
 
     def __call__(self, left: Tensor, right: Tensor, out: Tensor) -> None:

@@ -261,7 +261,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     sizes: dict[str, int] = {}
     inputs: str
     forward_flops: int | None = None
-    """Of matrix products, causal attention as half of the square; None where an operator has no formula."""
+    """FLOPs of matrix products, causal attention as half of the square; None where an operator has no formula."""
     backward_flops: int | None = None
     forward_bytes: int
     """Inputs read once and outputs written once."""
@@ -291,7 +291,7 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
     reference: str
     """What judges, in float64; empty where nothing does."""
     yardstick: str
-    """Whose error in the same dtype says how far off is too far."""
+    """The function whose error in the same dtype says how far off is too far."""
     dtype: str
     arguments: dict[str, str] = {}
     """Arguments that are no tensors, as they were given."""

@@ -568,7 +568,7 @@ def of_post_norms(x: Tensor, by: Tensor, *weights: Tensor) -> Tensor:
 
 
 def of_post_norms_without_bias(x: Tensor, by: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """Of both norms one gradient has fp16 and the other fp32: of the first the former comes first."""
+    """Two norms, each with a gradient in fp16 and one in fp32, which come in either order."""
     y = layer_norm(x, first, None, 1e-5).view(-1, M)
     y = layer_norm(y @ by + (y.half() @ by.half()), last, None, 1e-5)
     return y + (y.half() @ by.half())
