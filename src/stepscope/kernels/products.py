@@ -30,7 +30,7 @@ from torch.utils.flop_counter import register_flop_formula
 from stepscope.kernels.operators import define, followed
 
 _LEAST_FLOPS = 1 << 34
-"""The FLOPs from which a product is tried: some 20 us. None of 60 smaller ones had a faster algorithm."""
+"""The FLOPs from which a product is tried: some 20 us. Of 36 smaller ones one had a faster algorithm, by 3 %."""
 _GAIN = 0.98
 """The share of PyTorch's time that another algorithm must stay below."""
 _TRIED_AT = 2
