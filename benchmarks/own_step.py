@@ -923,6 +923,8 @@ def picture(document: Mapping[str, Any]) -> str:
 
 
 def _row(name: str, cell: Mapping[str, Any], rates: Mapping[str, float]) -> tuple[str, float | None]:
+    from stepscope.core.units import counted  # noqa: PLC0415  (beside PyTorch alone)
+
     floor, least = floor_of(cell["work"], rates)
     best = {side: fastest(cell, side) for side in SIDES}
     finals = finals_of(cell)
@@ -937,8 +939,7 @@ def _row(name: str, cell: Mapping[str, Any], rates: Mapping[str, float]) -> tupl
     gap = (times[1] - floor) / (times[0] - floor)
     apart = statistics.fmean(abs(one / other - 1) for one, other in zip(hand["losses"], ours["losses"], strict=True))
     memory = ", ".join(f"{_peak_of(cell, side, str(best[side])) / 2**30:.2f}" for side in SIDES)
-    several = "" if len(finals) == 1 else "es"
-    processes = f"{len(finals)} process{several} a side" if finals else "first round"
+    processes = f"{counted(len(finals), 'process')} a side" if finals else "first round"
     return (
         f"{heads}| {ratio:.3f} ({processes}) | {100 * gap:.0f} % | {memory} | {100 * apart:.2f} % | {best['hand']} "
         f"| {best['ours']} |",

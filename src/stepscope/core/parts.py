@@ -607,6 +607,16 @@ def norm_programs(rows: int, device_type: str) -> int:
     return max(1, min(rows, 512 if device_type == "cuda" else 4))
 
 
+def has_few_programs(kv_heads: int, keys: int) -> bool:
+    """Whether attention's backward has fewer programs than an H200 has multiprocessors. kv_heads: those of all batches.
+
+    A program takes 128 keys of a head of keys, with all its queries one after another. Where programs are few, each
+    head of queries has programs of its own: Qwen2's backward has 32 of a batch of 2 x 1,024, and took 6 times as long
+    as its forward.
+    """
+    return kv_heads * -(-keys // 128) < 132
+
+
 def loss_chunk_rows(rows: int, vocabulary: int, itemsize: int, width: int, *, few: bool = False) -> int:
     """How many rows of logits the fused loss makes at a time, or has room for where few of them have labels.
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -438,11 +439,11 @@ def main(folder: str) -> None:
     found |= {
         "unused": {f"{name} {at}": one_used(fake, name, at) for name in ("norm with its sum", "rope") for at in (0, 1)}
     }
-    few, found["same"] = flash_launch._FEW_PROGRAMS, {}
+    found["same"] = {}
     for name, each in chosen.items():
-        flash_launch._FEW_PROGRAMS = few if "shares" in name else 0
-        found["same"][name] = same(fake, *each)
-    flash_launch._FEW_PROGRAMS = few
+        few = "shares" in name
+        with mock.patch.object(flash_launch, "has_few_programs", lambda *_, few=few: few):
+            found["same"][name] = same(fake, *each)
     forward, backward = way("apart", hopper=True)
     with tuning_cache.forced(forward=forward, backward=backward):
         found |= {"backward in C++": backward_in_cpp(Call()), "promises": promises(fake, Call())}

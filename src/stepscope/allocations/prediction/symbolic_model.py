@@ -38,7 +38,7 @@ from stepscope.core.attention_support import predicted_attention
 from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped, nested_parts
 from stepscope.core.evidence import CATEGORIES
 from stepscope.core.formulas.transformer import Shapes, block_shapes, shapes_outside_blocks
-from stepscope.core.parts import ATTENTIONS, REFERENCE, loss_chunk_rows, loss_columns, norm_programs
+from stepscope.core.parts import ATTENTIONS, REFERENCE, has_few_programs, loss_chunk_rows, loss_columns, norm_programs
 from stepscope.core.precisions import PRECISIONS, takes_scaled
 from stepscope.core.workloads import TextbookWorkload
 
@@ -611,8 +611,8 @@ class SymbolicModel:
                 # memory. Kernels for other GPUs sum in registers and need less, unless tuning chose `fused`.
                 fp32_sums = size == 2 and head_dim in range(64, 129, 8) and self.workload.seq_len > _HOPPER_SHORT
                 # Gradients of keys by head of queries, and for those kernels keys and values, too (flash/launch.py).
-                programs = of_keys // (head_dim * self.workload.seq_len) * -(-self.workload.seq_len // 128)
-                shares = (4 if fp32_sums else 2) * n * size if of_keys < n and programs < _HOPPER_FEW else 0
+                few = has_few_programs(of_keys // (head_dim * self.workload.seq_len), self.workload.seq_len)
+                shares = (4 if fp32_sums else 2) * n * size if few and of_keys < n else 0
                 _beside = [tape.storage(each) for each in (n * 4 if fp32_sums else 0, 4 * parts, shares)]
                 return gradients
             # The delta of each row, sums of the gradients of queries over blocks of keys in fp32, and of all heads.
@@ -658,8 +658,8 @@ class SymbolicModel:
         return tape.op("Add", x.elements, size, [x, branch], backward=backward)
 
 
-_HOPPER_SHORT, _HOPPER_FEW = 1024, 132
-"""The most queries for which backward does not use the kernels for Hopper, and how many of its programs are few."""
+_HOPPER_SHORT = 1024
+"""The most queries for which backward does not use the kernels for Hopper (kernels/flash/configuration.py)."""
 _EMBEDDING_SORTS_FROM = 3072
 """The most tokens that the embedding's backward on a GPU does not sort (aten/src/ATen/native/cuda/Embedding.cu)."""
 

@@ -644,36 +644,14 @@ def flash_add_shares(
     batch_head = tl.program_id(1)
     if tl.program_id(2) == 0:
         _add_shares(
-            OF_DK,
-            DK,
-            dk_batch,
-            dk_head,
-            dk_row,
-            batch_head,
-            first,
-            kv_heads,
-            keys,
-            GROUP,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_ROWS,
-        )
+            OF_DK, DK, dk_batch, dk_head, dk_row, batch_head, first, kv_heads, keys,
+            GROUP, HEAD_DIM, BLOCK_D, BLOCK_ROWS,
+        )  # fmt: skip
     else:
         _add_shares(
-            OF_DV,
-            DV,
-            dv_batch,
-            dv_head,
-            dv_row,
-            batch_head,
-            first,
-            kv_heads,
-            keys,
-            GROUP,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_ROWS,
-        )
+            OF_DV, DV, dv_batch, dv_head, dv_row, batch_head, first, kv_heads, keys,
+            GROUP, HEAD_DIM, BLOCK_D, BLOCK_ROWS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -684,8 +662,7 @@ def _add_shares(
     total = tl.zeros([BLOCK_ROWS, BLOCK_D], tl.float32)
     for member in range(GROUP):
         place = (long(batch_head) * GROUP + member) * keys * HEAD_DIM
-        total += load_tile(SHARES, place, 0, 0, first, keys, HEAD_DIM, BLOCK_ROWS, HEAD_DIM, BLOCK_D, False, False).to(
-            tl.float32
-        )
+        share = load_tile(SHARES, place, 0, 0, first, keys, HEAD_DIM, BLOCK_ROWS, HEAD_DIM, BLOCK_D, False, False)
+        total += share.to(tl.float32)
     place = long(batch_head // kv_heads) * batch_step + long(batch_head % kv_heads) * head_step
     store_tile(TARGET, place, total, first, keys, row_step, BLOCK_ROWS, HEAD_DIM, BLOCK_D, False)

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from stepscope.core.parts import has_few_programs
 from stepscope.kernels.flash.backward import (
     flash_add_shares,
     flash_bias_gradients,
@@ -98,11 +99,8 @@ _PREPROCESS_ROWS = 64
 _SPLIT_ROWS = 32
 _DRAWN_QUERIES, _DRAWN_GROUPS = 256, 4
 """The queries, and groups of 32 keys, of a program that draws."""
-_KEYS_OF_A_PROGRAM, _FEW_PROGRAMS = 128, 132
-"""A program of backward takes so many keys of a head of keys, with all its queries one after another. Where that makes
-fewer programs than an H200 has multiprocessors, each head of queries has programs of its own: Qwen2's backward has 32
-of a batch of 2 x 1,024, and took 6 times as long as its forward."""
 _ADDED_ROWS = 32
+"""The keys of a program that adds up shares."""
 _MOST_WORDS = 1 << 24
 """The most words of 32 bits that are drawn before a backward pass: 64 MiB."""
 _NUMBERS_TOGETHER = 1 << 22
@@ -333,7 +331,7 @@ def by_distance(found: Tensor, queries: int, keys: int) -> Tensor:
 def shares_for(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor] | None:
     """Buffers for dK and dV by head of queries, (B, H, T, D), where heads of keys alone would make few programs."""
     batches, kv_heads, keys, head_dim = k.shape
-    if q.shape[1] == kv_heads or batches * kv_heads * tiles_of(keys, _KEYS_OF_A_PROGRAM) >= _FEW_PROGRAMS:
+    if q.shape[1] == kv_heads or not has_few_programs(batches * kv_heads, keys):
         return None
     shape = batches, q.shape[1], keys, head_dim
     return k.new_empty(shape), k.new_empty(shape)

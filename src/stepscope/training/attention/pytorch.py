@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.core.errors import InputError
-from stepscope.core.parts import ATTENTIONS, PartFound
+from stepscope.core.parts import ATTENTIONS, PartFound, has_few_programs
 from stepscope.kernels.operators import as_autocast
 from stepscope.training.attention import AttentionFunction, implementation
 from stepscope.training.attention.written_out import for_all_heads, fully_masked_queries, hidden_scores, with_zeros
@@ -414,18 +414,15 @@ def _attention_of(
         "sinks": None if sinks is None else sinks.float(),
     }
     q, k, v = as_autocast(*call)
-    tiles = k.shape[0] * k.shape[1] * -(-k.shape[2] // _KEYS_OF_A_PROGRAM)
-    if q.is_cuda and tiles < _PROGRAMS and function.__module__ not in (__name__, _FLASH):
+    few = q.is_cuda and has_few_programs(k.shape[0] * k.shape[1], k.shape[2])
+    if few and function.__module__ not in (__name__, _FLASH):
         k, v = for_all_heads(q, k, v)
     needed = {name: value for name, value in options.items() if value is not None}
     return function(q, k, v, causal=mask.causal, scale=more.get("scaling"), **needed)
 
 
-_KEYS_OF_A_PROGRAM, _PROGRAMS = 128, 132
-"""Backward of kernels has a program for so many keys of a head of keys, which takes all its queries one after another.
-Where that makes fewer programs than an H200 has multiprocessors, each head of queries gets keys of its own."""
 _FLASH = "stepscope.kernels.flash.attention"
-"""Its backward has programs for heads of queries then (kernels/flash/launch.py)."""
+"""The module whose backward has programs for heads of queries by itself (`shares_for` in kernels/flash/launch.py)."""
 _EAGER: dict[type, Callable[..., Any]] = {}
 """By class of a module, its own attention written out: found before a compiler traces the call."""
 
